@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from idemp.app import App, load_app
+from idemp.cli.bulk import bulk
 from idemp.cli.dead import dead
 from idemp.cli.doctor import doctor
 from idemp.cli.exits import AsJson, Exit, exits, fail
@@ -48,6 +49,7 @@ class Sorted(TyperGroup):
 cli = typer.Typer(cls=Sorted, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 db = typer.Typer(help="The tables of idemp.", no_args_is_help=True, rich_markup_mode=None)
 cli.add_typer(db, name="db")
+cli.command()(bulk)
 cli.command()(doctor)
 cli.add_typer(dead, name="dead")
 cli.add_typer(inbox, name="inbox")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote
 
 import typer
@@ -22,9 +22,11 @@ from idemp.identity import digest
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from idemp.spark import Columns, Summary
+    from idemp.spark import Columns
 
-__all__ = ["pipeline"]
+__all__ = ["finish", "pipeline", "run_name"]
+
+ANSWERS: Final = ("new", "replay", "duplicate", "conflict", "parked")  # of idemp.bulk.Answer, which may not be installed
 
 pipeline = typer.Typer(help="Backfills, reconciliations and exports on Spark.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -100,14 +102,15 @@ def backfill(
             id=id, type=type, of_type=of_type, time=time, content_type=content_type, correlation_id=correlation_id,
             reply_to=reply_to, headers=headers, body=body,
         )  # fmt: skip
-        # The same name for the same input, so that a repeated command continues its run.
-        run = run or f"backfill-{digest(target, path).hex()[:16]}"
+        run = run or run_name(target, path)
         target_sink = sink(
             target, parked=parked, run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run, tasks=tasks
         )  # fmt: skip
         with _session(master) as spark:
             summary = target_sink.run(_read(spark, path, format, columns, option), progress=_progress())
-    _finish(summary, dry_run=dry_run, as_json=as_json, kept=f"{parked}/run={quote(run, safe='')}")
+    finish(
+        summary.run, summary.counts, summary.outputs, dry_run=dry_run, as_json=as_json, kept=f"{parked}/run={quote(run, safe='')}"
+    )
 
 
 @pipeline.command()
@@ -190,7 +193,8 @@ def parked(
 ) -> None:
     """Show the open rows of a folder of parked rows: those that no replay has replaced. Exit code 1 if there are any."""
     with exits():
-        from idemp.spark.parked import read_parked, readable
+        from idemp.bulk.lines import readable
+        from idemp.spark.parked import read_parked
 
         with _session(master) as spark:
             rows = read_parked(spark, folder).orderBy("type", "id", "row")
@@ -237,14 +241,38 @@ def replay_parked(
         target_sink = sink(target, parked=folder, dispatch="relay" if send else "never", dry_run=dry_run, tasks=tasks)
         with _session(master) as spark:
             summary = target_sink.replay(spark, lines, progress=_progress())
-    _finish(summary, dry_run=dry_run, as_json=as_json, kept=folder)
+    finish(summary.run, summary.counts, summary.outputs, dry_run=dry_run, as_json=as_json, kept=folder)
 
 
-def _finish(summary: Summary, *, dry_run: bool, as_json: bool, kept: str) -> None:
-    """Print the answers to the rows of a run, and where it kept those that were not handled."""
-    result = {"run": summary.run, "dry_run": dry_run, "rows": summary.rows, **summary.counts, "outputs": summary.outputs}
+def run_name(target: str, path: str) -> str:
+    """Return a name that is the same for the same input, so that a repeated command continues its run.
+
+    Example:
+        >>> run_name("shop", "archive")
+        'backfill-5b3ab6ec3017b291'
+    """
+    return f"backfill-{digest(target, path).hex()[:16]}"
+
+
+def finish(run: str, counts: Mapping[str, int], outputs: int, *, dry_run: bool, as_json: bool, kept: str) -> None:
+    """Print the answers to the rows of a run, and where it kept those that were not handled; exit with 1 if there are any.
+
+    Args:
+        run: Name of the run.
+        counts: Rows by answer.
+        outputs: Number of messages that new rows produced.
+        dry_run: Whether nothing was handled.
+        as_json: Whether to print JSON.
+        kept: Where rows are that were not handled.
+
+    Example:
+        >>> finish("backfill", {"new": 2}, 0, dry_run=False, as_json=True, kept="parked")  # doctest: +ELLIPSIS
+        {"run": "backfill", "dry_run": false, "rows": 2, "new": 2, "replay": 0, "duplicate": 0, ...}
+    """
+    answers = {name: counts.get(name, 0) for name in ANSWERS}
+    result = {"run": run, "dry_run": dry_run, "rows": sum(answers.values()), **answers, "outputs": outputs}
     print(json.dumps(result) if as_json else records([result]))
-    if refused := summary.counts["parked"] + summary.counts["conflict"]:
+    if refused := answers["parked"] + answers["conflict"]:
         if not as_json:
             print(f"\n{counted(refused, 'row')} not handled{'' if dry_run else f', kept in {kept}'}")
         raise SystemExit(Exit.FAILED)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from idemp.bulk.lines import PARTS
 from idemp.cloudevents import STRUCTURED
 from idemp.context import FINGERPRINT
 from idemp.errors import ConfigurationError
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EVENT", "MESSAGE", "PARTS", "Columns"]
 
-PARTS: Final = ("id", "type", "time", "content_type", "correlation_id", "reply_to", "headers", "body")
 MESSAGE: Final = (
     "id string, type string, time double, content_type string, correlation_id string, reply_to string, "
     "headers string, body binary"

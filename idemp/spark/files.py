@@ -10,6 +10,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
+from idemp.bulk.lines import FIELD, REPLACED, UNREADABLE_ID
 from idemp.cloudevents import STRUCTURED
 from idemp.errors import ConfigurationError
 from idemp.spark.columns import BESIDE_A_BODY, EVENT, Columns
@@ -20,17 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["read_files"]
 
-FIELD: Final = re.compile(r"[^\s.'\"\[\]\\*]+(\.[^\s.'\"\[\]\\*]+)*")
 LOOKED_AT: Final = 100
 CORRUPT: Final = "_corrupt_record"
-REPLACED: Final = "\ufffd"
 OF_FILES: Final = frozenset({"avro", "binaryfile", "csv", "json", "orc", "parquet", "text", "xml"})
 """Formats without a list of files of their own; the folder of a table of Delta or Iceberg also has files that are no longer valid."""
 DEEP: Final = "recursiveFileLookup"
 CONDITION: Final = re.compile(r"\[[A-Z_.]+\] .+")
 NOT_BLANK: Final = r"value RLIKE '\\S'"
 ID: Final = "_id"
-UNREADABLE_ID: Final = "is neither text nor a whole number"
 
 
 def read_files(

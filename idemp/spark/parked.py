@@ -14,26 +14,24 @@ import json
 import re
 import secrets
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+from idemp.bulk.lines import PARTS, REASONS, edited
 from idemp.errors import ConfigurationError
-from idemp.spark.columns import MESSAGE, PARTS
+from idemp.spark.columns import MESSAGE
 from idemp.spark.session import given_up
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["REASONS", "Attempt", "check_folder", "corrected", "read_parked", "readable"]
+__all__ = ["REASONS", "Attempt", "check_folder", "corrected", "read_parked"]
 
-REASONS: Final = ("answer", "rule", "error")
 MANIFESTS: Final = "_manifests"
 FILE: Final = "(run=[^/]*/[^/]*/[^/]*)$"
 """The end of the path of a file, with the folder of its attempt."""
-ID: Final = ("id", "type")
 GLOB: Final = re.compile(r"[\\\[\]{}*?]")
 
 
@@ -124,24 +122,6 @@ def check_folder(parked: str) -> None:
         raise ConfigurationError(f"{parked!r} is a pattern for Spark: name a folder without [ ] {{ }} * ? and backslashes")
 
 
-def readable(row: Mapping[str, Any]) -> dict[str, Any]:
-    r"""Return an open row for a line of JSON that a person can edit: its body is text, or Base64 if it is not UTF-8.
-
-    Example:
-        >>> readable({"row": "7f", "id": "a", "body": b"{}", "files": []}), readable({"body": b"\xff"})
-        ({'id': 'a', 'type': None, 'row': '7f', 'body': '{}'}, {'id': None, 'type': None, 'body_base64': '/w=='})
-    """
-    known = {"id": None, "type": None, **row}  # shown even if a correction has yet to name them
-    shown = {name: value for name, value in known.items() if name not in ("body", "files") and (value is not None or name in ID)}
-    body = row["body"]
-    if body is None:
-        return shown
-    try:
-        return shown | {"body": bytes(body).decode()}
-    except UnicodeDecodeError:
-        return shown | {"body_base64": b64encode(body).decode()}
-
-
 def corrected(rows: DataFrame, lines: Iterable[str]) -> tuple[DataFrame, DataFrame]:
     """Return rows as lines of JSON have them now, and the other rows.
 
@@ -171,22 +151,9 @@ def corrected(rows: DataFrame, lines: Iterable[str]) -> tuple[DataFrame, DataFra
 
 def _edited(number: int, line: str) -> tuple[Any, ...]:
     """Return the row in a line, with its parts in the order of messages."""
-    try:
-        row = json.loads(line)
-        body = row["body"].encode() if "body" in row else None
-        if "body_base64" in row:
-            body = b64decode(row["body_base64"], validate=True)
-        texts = {name: row.get(name) for name in ("row", *PARTS) if name not in ("time", "body")}
-        if not isinstance(row["row"], str) or not all(text is None or isinstance(text, str) for text in texts.values()):
-            raise TypeError("a value is not text")
-        if unknown := sorted(row.keys() - {"row", "body_base64", *PARTS, *REASONS}):
-            raise TypeError(f"unknown: {', '.join(unknown)}")
-        moment = None if row.get("time") is None else float(row["time"])
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ConfigurationError(
-            f"line {number} is not a parked row as `idemp pipeline parked --json` writes them: {error}"
-        ) from None
-    values = texts | {"time": moment, "body": body}
+    values = edited(number, line)
+    if values["row"] is None:
+        raise ConfigurationError(f"line {number} does not say its row, so it is not one of `idemp pipeline parked --json`")
     return tuple(values[name] for name in ("row", *PARTS))
 
 
