@@ -70,6 +70,18 @@ EVENTS: Final[Mapping[str, Event]] = {
         Event("worker.killed", ERROR, "stopped while {type} was running: its message is delivered again", "raise IDEMP_GRACE"),
         Event("worker.interrupted", ERROR, "interrupted twice: its messages are delivered again", "nothing to do"),
         Event("worker.died", ERROR, "a worker process ended with {code}: another is started", "look for the reason above"),
+        Event(
+            "worker.reloaded",
+            INFO,
+            "{files} changed: the worker starts again",
+            "nothing to do; `idemp worker --reload` does this",
+        ),
+        Event(
+            "worker.ended",
+            ERROR,
+            "the worker ended with {code}, and starts again when a source file changes",
+            "correct the error above; `idemp worker --reload` waits for it",
+        ),
         Event("relay.started", INFO, "relaying", "the relay has passed its checks"),
         Event("relay.refused", WARNING, "the broker takes no outputs, so they wait: {reason}", "look at the broker"),
         Event("relay.resumed", INFO, "the broker takes outputs again", "nothing to do"),

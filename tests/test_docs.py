@@ -144,6 +144,13 @@ def test_generated_pages_are_up_to_date() -> None:
         assert (ROOT / "docs" / name).read_text() == text, f"make docs writes {name} again"
 
 
+def test_files_on_a_page_are_those_of_an_example() -> None:
+    files = [path.read_text() for path in (ROOT / "examples").rglob("*") if path.suffix == ".yaml" or path.name == "Dockerfile"]
+    for page in PAGES:
+        for block in re.findall(r"^```(?:dockerfile|yaml)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            assert any(block in text for text in files), f"{page.name}: {block}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = "aiomysql aiosqlite amqp asyncpg boto3 botocore deltalake greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark stomp time_machine"
+OPTIONAL = "aiomysql aiosqlite amqp asyncpg boto3 botocore deltalake greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark stomp time_machine watchfiles"
 MODULES = {
     "idemp.brokers.activemq.broker": "No module named 'stomp': pip install 'idemp[activemq]'",
     "idemp.brokers.rabbitmq.broker": "No module named 'amqp': pip install 'idemp[rabbitmq]'",
@@ -45,6 +45,7 @@ COMMANDS: list[tuple[dict[str, str], list[str], str]] = [
     ({"database_url": "postgres://host/shop"}, ["db", "check"], "No module named 'psycopg': pip install 'idemp[postgresql]'"),
     ({"database_url": "postgresql+asyncpg://host/shop"}, ["dead", "list"], "No module named 'psycopg': pip install 'idemp[asyncpg]'"),
     ({}, ["worker", "shop"], "No module named 'greenlet': pip install 'idemp[aiosqlite]'"),
+    ({}, ["worker", "shop", "--reload"], "No module named 'watchfiles': pip install 'idemp[reload]'"),
     ({"metrics_port": "0"}, ["relay"], "No module named 'prometheus_client': pip install 'idemp[prometheus]'"),
     ({}, ["pipeline", "backfill", "shop", "in", "--parked", "out"], "No module named 'psycopg': pip install 'idemp[spark]'"),
     ({}, ["pipeline", "reconcile", "shop", "in"], "No module named 'psycopg': pip install 'idemp[spark]'"),

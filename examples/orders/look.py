@@ -1,16 +1,15 @@
 """Print what the apps have done."""
 
 import json
-from pathlib import Path
 
-from shop import order, stock
+from shop import MAILS, order, stock
 from sqlalchemy import select
 
 from idemp import Settings
 from idemp.sql.engine import Database
 
 keys: dict[str, set[str]] = {}
-for line in Path("mails.jsonl").read_text().splitlines():
+for line in MAILS.read_text().splitlines():
     mail = json.loads(line)
     keys.setdefault(mail["order"], set()).add(mail["key"])
 with Database(Settings().database_url).engine.connect() as connection:

@@ -1,9 +1,8 @@
 """The app that places orders."""
 
 import json
-from pathlib import Path
 
-from shop import PlaceOrder, ReserveStock, SendMail, StockMissing, StockReserved, order
+from shop import MAILS, PlaceOrder, ReserveStock, SendMail, StockMissing, StockReserved, order
 
 from idemp import App, Context, Idempotent
 
@@ -37,6 +36,6 @@ def end(order_id: str, state: str, ctx: Context) -> None:
 def mail(message: SendMail, ctx: Context) -> None:
     # A mail server would be given the message id as idempotency key: if this process dies here, the handler runs again.
     line = json.dumps({"key": ctx.message_id, "order": message.order_id, "text": message.text})
-    with Path("mails.jsonl").open("a") as file:
+    with MAILS.open("a") as file:
         file.write(f"{line}\n")
     print(f"mail for {message.order_id}", flush=True)

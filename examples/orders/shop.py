@@ -1,7 +1,12 @@
 """Messages and tables that the apps share."""
 
+import os
+from pathlib import Path
+
 from pydantic import BaseModel
 from sqlalchemy import Column, Integer, MetaData, String, Table
+
+MAILS = Path(os.environ.get("SHOP_MAILS", "mails.jsonl"))
 
 metadata = MetaData()
 order = Table("orders", metadata, Column("id", String, primary_key=True), Column("state", String))

@@ -133,12 +133,23 @@ def worker(
     log_level: LogLevel = None,
     verbose: Verbose = False,
     as_json: JsonLog = False,
+    reload: Annotated[bool, typer.Option("--reload", help="Start again when a source file changes; for development.")] = False,
+    reloaded: Annotated[bool, typer.Option("--reloaded", hidden=True)] = False,
     supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Consume the queue of an app until SIGTERM."""
     from idemp.worker import Worker, lifecycle
 
-    with exits(traceback=verbose):
+    options = [name for name, given in (("--verbose", verbose), ("--json", as_json)) if given]
+    options += ["--log-level", log_level] if log_level else []
+    command = [sys.executable, "-m", "idemp", "worker", target, *options]
+    if reload:
+        from idemp.worker.reload import run_reloading
+
+        with exits():
+            _log(log_level, verbose=verbose, as_json=as_json)
+            raise SystemExit(run_reloading([*command, "--processes", str(processes), "--reloaded"]))
+    with exits(traceback=verbose or reloaded):
         app = load_app(target)
         _log(log_level, verbose=verbose, as_json=as_json)
         if logging.getLogger("idemp").isEnabledFor(logging.DEBUG):
@@ -151,10 +162,7 @@ def worker(
                 except Exception as error:
                     if not lifecycle.outage(error, app.database()):  # the processes wait until it is over
                         raise
-                options = [name for name, given in (("--verbose", verbose), ("--json", as_json)) if given]
-                options += ["--log-level", log_level] if log_level else []
-                command = [sys.executable, "-m", "idemp", "worker", target, *options, "--supervisor"]
-                raise SystemExit(lifecycle.Supervisor(command, processes, app.settings, environment).run())
+                raise SystemExit(lifecycle.Supervisor([*command, "--supervisor"], processes, app.settings, environment).run())
             try:
                 lifecycle.run(lambda: Worker(app), app.database(), app.settings, supervisor=supervisor)
             except SystemExit as error:

@@ -1,0 +1,66 @@
+"""Development mode: a worker that is started again when a source file changes."""
+
+from __future__ import annotations
+
+import os.path
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final
+
+from idemp.errors import needs
+from idemp.events import log
+from idemp.worker.lifecycle import INTERRUPTED, SIGNALS
+
+__all__ = ["run_reloading"]
+
+POLL: Final = 100  # milliseconds between looks at the process
+
+
+def run_reloading(command: Sequence[str]) -> int:
+    """Run a worker until SIGTERM or SIGINT, and start it again when a source file below the current folder changes.
+
+    The worker is stopped by SIGTERM, so it finishes its handler. If it has ended by itself, the next change starts it.
+
+    Args:
+        command: Starts the worker.
+
+    Returns:
+        The exit code: 0, or 130 if a second signal has interrupted the worker.
+
+    Raises:
+        NotInstalled: `watchfiles` is missing.
+
+    Example:
+        >>> run_reloading.__name__
+        'run_reloading'
+    """
+    with needs("reload"):
+        from watchfiles import PythonFilter, watch
+
+    stopping, is_source = threading.Event(), PythonFilter(extra_extensions=(".toml",))
+    process: subprocess.Popen[bytes] | None = None
+    running = False
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        stopping.set()
+        if process is not None:
+            process.terminate()
+
+    for each in (*SIGNALS, signal.SIGHUP):  # the worker has a session of its own, so a closed terminal does not end it
+        signal.signal(each, stop)
+    for changes in watch(".", watch_filter=None, stop_event=stopping, rust_timeout=POLL, yield_on_timeout=True):
+        changed = sorted({os.path.relpath(path) for change, path in changes if is_source(change, path)})
+        if changed:
+            log("worker.reloaded", files=", ".join(changed))
+        if changed and process is not None:
+            process.terminate()
+            process.wait()
+        if (changed or process is None) and not stopping.is_set():
+            process, running = subprocess.Popen(command, start_new_session=True), True  # noqa: S603 - our own command
+        elif running and process is not None and process.poll() is not None:
+            running = False
+            log("worker.ended", code=process.returncode)
+    return INTERRUPTED if process is not None and process.wait() == INTERRUPTED else 0
