@@ -17,6 +17,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"
 html_theme = "furo"
 html_title = f"idemp {version}"
+html_show_copyright = False
 html_copy_source = False  # the pages' sources are in the repository
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
@@ -40,7 +41,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"idemp\.(.*\.)?(_\w+|[A-Z][a-z]?|Decorator)"),  # private names and type variables
     ("py:.*", r".*[ |\[].*"),  # annotations that Sphinx does not take apart
     # Parts that a user gets from another object, and never names.
-    ("py:.*", r"idemp\.(brokers|handlers|process|sql|prepared\.table|context\.BaseContext).*"),
+    ("py:.*", r"idemp\.(brokers|context\.BaseContext|handlers|prepared\.table|process|sql|testing\.m|worker).*"),
 ]
 
 
@@ -56,18 +57,26 @@ def outward(text: str, folder: Path) -> str:
     return re.sub(r"\]\((?!https?:)([^)#]+)", link, text)
 
 
+def page(app: Sphinx, name: str, source: list[str]) -> None:
+    source[0] = outward(source[0], Path(app.env.doc2path(name)).parent)
+
+
+def included(_app: Sphinx, path: Path, _name: str, source: list[str]) -> None:
+    source[0] = outward(source[0], (DOCS / path).parent)
+
+
+def signature(_app: Sphinx, _what: str, _name: str, obj: object, *_: object) -> tuple[str, None] | None:
+    return ("", None) if getattr(obj, "_is_protocol", False) else None  # ports are not called
+
+
+def sentence(_app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")  # otherwise napoleon takes the words before a colon for a type
+
+
 def setup(app: Sphinx) -> None:
-    """Rewrite the links of each page, and of the README, which index.md includes; no signature for ports: they are not called."""
-
-    def page(app: Sphinx, name: str, source: list[str]) -> None:
-        source[0] = outward(source[0], Path(app.env.doc2path(name)).parent)
-
-    def included(_app: Sphinx, path: Path, _name: str, source: list[str]) -> None:
-        source[0] = outward(source[0], (DOCS / path).parent)
-
-    def signature(_app: Sphinx, _what: str, _name: str, obj: object, *_: object) -> tuple[str, None] | None:
-        return ("", None) if getattr(obj, "_is_protocol", False) else None
-
+    """Have links of pages, and of README.md in index.md, lead to pages or to the repository; and clean the reference."""
     app.connect("source-read", page)
     app.connect("include-read", included)
     app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-docstring", sentence, priority=400)  # before napoleon's, which has 500
