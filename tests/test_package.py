@@ -21,7 +21,8 @@ from tests.test_extras import MODULES, ROOT
 pytestmark = pytest.mark.slow
 
 UV = Path(sys.executable).parent / "uv"
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 OLDEST = ("--resolution", "lowest-direct", "--only-binary", ":all:", "-r", ROOT / "pyproject.toml")
 """Versions that have no wheel for this Python are not built."""
 LARGE = ("spark", "lake", "all")  # with Spark, they take minutes
@@ -35,8 +36,11 @@ class Built(NamedTuple):
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("built")
-    run(UV, "build", "--quiet", "--out-dir", folder, ROOT)
+    return build(tmp_path_factory.mktemp("built"))
+
+
+def build(folder: Path, *options: object) -> Built:
+    run(UV, "build", "--quiet", *options, "--out-dir", folder, ROOT)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return Built(wheel, sdist)
 
@@ -97,6 +101,20 @@ def test_the_sdist_has_all_files_of_the_repository(built: Built) -> None:
         packed = {name.partition("/")[2] for name in sdist.getnames()}
     tracked = run("git", "-C", ROOT, "ls-files", "--cached").splitlines()
     assert [name for name in tracked if name not in packed] == []
+
+
+def test_the_oldest_build_requirements_make_the_same_wheel(built: Built, tmp_path: Path) -> None:
+    oldest = tmp_path / "constraints.txt"
+    oldest.write_text("\n".join(each.replace(">=", "==") for each in PROJECT["build-system"]["requires"]))
+    other = build(tmp_path / "built", "--build-constraint", oldest)
+    with zipfile.ZipFile(built.wheel) as new, zipfile.ZipFile(other.wheel) as old:
+        assert set(old.namelist()) == set(new.namelist())
+        (metadata,) = [name for name in new.namelist() if name.endswith("/METADATA")]
+        texts = [email.message_from_bytes(wheel.read(metadata)) for wheel in (old, new)]
+    for text in texts:
+        del text["Metadata-Version"]
+    assert texts[0].items() == texts[1].items()
+    assert texts[0].get_payload() == texts[1].get_payload()
 
 
 def test_the_wheel_works_with_the_oldest_dependencies(built: Built, tmp_path: Path) -> None:
