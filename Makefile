@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-slow check bench docs help
+.PHONY: demo test test-slow check bench docs site help
 # Two pips at once would spoil one environment.
 .NOTPARALLEL:
 
@@ -17,7 +17,7 @@ demo: $(VENV)/.core  ## send duplicates, kill workers, count what is left
 test: $(VENV)/.test $(VENV)/.servers  ## test every promise; ARGS="-k inbox" picks
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test $(VENV)/.spark $(VENV)/.java $(VENV)/.node $(VENV)/.servers $(VENV)/sqlalchemy-2.0  ## the other tests: long and wide ones
+test-slow: $(VENV)/.test $(VENV)/.spark $(VENV)/.java $(VENV)/.node $(VENV)/.servers $(VENV)/.site $(VENV)/.package $(VENV)/sqlalchemy-2.0  ## the other tests: long and wide ones
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
@@ -31,8 +31,13 @@ check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
 bench: $(VENV)/.bench  ## consumers side by side; ARGS="--peers", or names
 	$(BIN)/python -m benchmarks $(ARGS)
 
-docs: $(VENV)/.test  ## write the pages that come from code
+docs: $(VENV)/.test  ## write the pages that come from code or from saved runs
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m benchmarks.charts
+
+site: $(VENV)/.site  ## build the site of the documentation in build/site
+	rm -rf build/site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/site
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +51,7 @@ $(VENV)/.pip: | $(VENV)/.created
 	$(PIP) install --upgrade 'pip>=25.1'
 	@touch $@
 
-$(VENV)/.test $(VENV)/.check $(VENV)/.spark $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
+$(VENV)/.test $(VENV)/.check $(VENV)/.spark $(VENV)/.bench $(VENV)/.site $(VENV)/.package: $(VENV)/.%: pyproject.toml | $(VENV)/.pip
 	$(PIP) install --editable . --group $*
 	@touch $@
 

@@ -108,7 +108,9 @@ def commands() -> str:
 
 def events() -> str:
     rows = [("event", "level", "text", "then")]
-    rows += [(f"`{each.name}`", logging.getLevelName(each.level).lower(), each.text, each.then) for each in EVENTS.values()]
+    for each in EVENTS.values():
+        texts = (re.sub(r"--[a-z-]+", r"`\g<0>`", text) for text in (each.text, each.then))  # options
+        rows.append((f"`{each.name}`", logging.getLevelName(each.level).lower(), *texts))
     return f"""# Log events
 
 The logger is `idemp`.

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -100,4 +101,5 @@ def test_what_is_not_installed_names_its_extra(tmp_path: Path) -> None:
     assert [said[str(number)] for number in range(1, len(COMMANDS) + 1)] == [[3, f"idemp: {text}\n"] for *_, text in COMMANDS]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = " ".join([*MODULES.values(), *(text for *_, text in COMMANDS)])
-    assert {name for name in extras if f"[{name}]" not in named} == set()
+    assert {name for name in extras if f"[{name}]" not in named} == {"all"}
+    assert set(re.findall(r"[\w-]+", extras["all"][0])) == {"idemp", *extras} - {"all"}
