@@ -658,7 +658,7 @@ def test_an_initiation_joins_a_session(world: World, engine: Engine, caplog: pyt
                 if not unit.duplicate:
                     unit.session.execute(effect.insert(), {"what": "within"})
                     unit.connection.execute(effect.insert(), {"what": "connection"})
-                    unit.send(Paid(), to=SINK)
+                unit.send(Paid(), to=SINK)
                 if fails:
                     1 / 0
             if commit:
