@@ -16,6 +16,7 @@ from idemp.errors import describe_error
 
 __all__ = ["EVENTS", "RUNNING", "Event", "JsonLines", "MessageFields", "log", "message_fields"]
 
+NAMES: Final = ("consumer", "message_type", "message_id", "correlation_id", "attempt")
 LONGEST: Final = 255  # characters of an id in a line
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
@@ -245,7 +246,7 @@ class MessageFields(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the attributes that the record has not; return True."""
         found = message_fields()
-        for name in ("consumer", "message_type", "message_id", "correlation_id", "attempt"):
+        for name in NAMES:
             if not hasattr(record, name):
                 value = found.get(name)
                 setattr(record, name, "-" if value is None else value)
@@ -265,7 +266,8 @@ class JsonLines(logging.Formatter):
         """Return a record as JSON."""
         line = {"at": record.created, "level": record.levelname, "logger": record.name, "process": record.process}
         line |= {"event": getattr(record, "event", None), "text": record.getMessage()}
-        line |= message_fields()
+        kept = {name: value for name in NAMES if (value := getattr(record, name, "-")) != "-"}  # of a filter, before a queue
+        line |= kept if hasattr(record, "consumer") else message_fields()
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)

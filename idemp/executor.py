@@ -270,7 +270,8 @@ class Executor:
         handler = handlings[0].handler
         assert handler is not None
         self.running, start, process = handlings[0], time.monotonic(), os.getpid()
-        logged = RUNNING.set(handlings)
+        logged = list(handlings)
+        token = RUNNING.set(logged)
         try:
             if self.wait is not None and handler.is_async:
                 outputs = self.wait(tx, handler.call_async(messages, contexts))
@@ -281,7 +282,8 @@ class Executor:
         finally:
             if os.getpid() != process:  # a child that the handler forked must not go on as a second worker
                 os._exit(int(sys.exc_info()[0] is not None))
-            RUNNING.reset(logged)
+            RUNNING.reset(token)
+            logged.clear()  # for a task that the handler has started and that goes on
             self.seen = time.monotonic()
             handler.ran((self.seen - start) / len(handlings))
         handled = []
@@ -299,8 +301,8 @@ class Executor:
             with self.store.limited(tx, timeout):
                 outputs = handler.call(messages, contexts)
         except Exception as error:
-            took = time.monotonic() - start
-            if took > timeout and self.store.classify(error) is Kind.TRANSIENT:  # a long wait for a lock, which would not count
+            took, meaning = time.monotonic() - start, self.store.classify(error)
+            if took > timeout and meaning in (Kind.TRANSIENT, Kind.LOST):  # by the limit: which would not count; see `failures`
                 raise TimedOut(took, timeout) from error
             raise
         if (took := time.monotonic() - start) > timeout:

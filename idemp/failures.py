@@ -18,6 +18,7 @@ from idemp.errors import (
     Late,
     Poison,
     Refuse,
+    TimedOut,
     TransactionEnded,
     TransactionRolledBack,
     Undelivered,
@@ -188,7 +189,7 @@ def _rule(error: Exception, phase: Phase, retry: Retry, store: Any, *, own: bool
     meaning: Kind | None = store.classify(error)
     if meaning is Kind.TRANSIENT and reruns < RULES["database busy"].reruns:
         return "database busy"
-    open_question = phase is not Phase.HANDLER or meaning in (Kind.TRANSIENT, Kind.LOST)
+    open_question = phase is not Phase.HANDLER or meaning in (Kind.TRANSIENT, Kind.LOST) or isinstance(error, TimedOut)
     if open_question and not store.probe():
         return "database away"
     if phase is Phase.CLAIM and meaning is not None:  # failures before the handler never count

@@ -253,8 +253,9 @@ class Handler:
             if not limit.expired():
                 raise
             raise TimedOut(time.monotonic() - start, self.timeout) from error
-        if limit.expired():  # and the function has caught its cancellation
-            raise TimedOut(time.monotonic() - start, self.timeout)
+        took = time.monotonic() - start
+        if limit.expired() or took > self.timeout:  # and it has caught its cancellation, or computed without a wait
+            raise TimedOut(took, self.timeout)
         return outputs
 
     async def _call_async(self, messages: Sequence[Any], contexts: Sequence[BaseContext]) -> list[list[Output]]:

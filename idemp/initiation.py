@@ -62,10 +62,10 @@ class Initiating:
 
     def __enter__(self) -> Context:
         if self._session is None:
-            self._block = self._begin(lambda: self._transaction(self._open(), Context))
+            self._block = self._begin(self._transaction, self._open(), Context)
         else:
             session = self._checked(self._session, asynchronous=False)
-            self._block = self._begin(lambda: self._joined(session))
+            self._block = self._begin(self._joined, session)
         unit: Context = self._block.__enter__()
         return unit
 
@@ -79,13 +79,13 @@ class Initiating:
             store = await asyncio.to_thread(self._open_async)
             await store.run(store.check)
             self._run = store.run
-            self._block = self._begin(lambda: self._transaction(store, AsyncContext))
+            self._block = self._begin(self._transaction, store, AsyncContext)
         else:
             session = self._checked(self._session, asynchronous=True)
             assert self._open_join is not None
             await asyncio.to_thread(self._open_join)
             self._run = lambda function, *arguments: session.run_sync(lambda _: function(*arguments))
-            self._block = self._begin(lambda: self._joined(session))
+            self._block = await self._run(self._begin, self._joined, session)  # which takes a connection
         unit: AsyncContext = await self._run(self._block.__enter__)
         return unit
 
@@ -95,18 +95,21 @@ class Initiating:
             await asyncio.to_thread(self._dispatch, self._work)
 
     def _checked(self, session: Any, *, asynchronous: bool) -> Any:
+        session = session.registry() if hasattr(session, "registry") else session  # a scoped session
+        if not hasattr(session, "get_transaction"):
+            raise ConfigurationError(f"{session!r} is not a session of SQLAlchemy")
         if hasattr(session, "sync_session") != asynchronous:
             raise ConfigurationError(f"{session!r} is {'not ' * asynchronous}an AsyncSession, which is for `async with`")
         return session
 
-    def _begin(self, block: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    def _begin(self, block: Callable[..., AbstractContextManager[Any]], *arguments: Any) -> AbstractContextManager[Any]:
         if self._begun:  # it would be a duplicate of itself, and its changes rolled back
             raise HandlerError("this initiation was begun before, and nothing was done now: call app.initiate() for each block")
         self._begun = True
         original, self._text = typed_id(self._id, "id")
         key = message_key(original, self._text, key_scope(INITIATION, INITIATION_KEY))
         self._claim = self._work.claim = Claim(self._work.delivery.queue, INITIATION, key, original, resends="pending")
-        return block()
+        return block(*arguments)
 
     def _joined(self, session: Any) -> AbstractContextManager[Any]:
         assert self._open_join is not None

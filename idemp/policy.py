@@ -126,7 +126,7 @@ class Policy:
     Attributes:
         retry: How often a failing message runs.
         timeout: Longest run of the handler; a longer one is rolled back, and counts as a failure. None sets no limit. An `async def`
-            handler is cancelled then; of a plain one, the database ends statements and idle transactions that last for longer.
+            handler is cancelled then; of a plain one, the server ends statements and idle transactions that last for longer.
 
     Raises:
         ConfigurationError: An option is invalid.
@@ -140,6 +140,8 @@ class Policy:
     timeout: Duration | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.retry, Retry):
+            raise ConfigurationError(f"{type(self).__name__}: retry={self.retry!r} has to be Retry(…)")
         if self.timeout is not None and not seconds(self.timeout, f"{type(self).__name__}: timeout"):
             raise ConfigurationError(f"{type(self).__name__}: timeout has to be longer than 0")
 

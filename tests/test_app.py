@@ -16,7 +16,7 @@ from weakref import WeakSet
 import pytest
 from kombu import Connection, Exchange, Queue
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Engine, create_engine, select
+from sqlalchemy import Engine, create_engine, exc, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -34,6 +34,7 @@ from idemp import (
     Previous,
     Refuse,
     Settings,
+    TransactionEnded,
     Unreadable,
     Verdict,
     forks,
@@ -589,10 +590,9 @@ def test_a_late_message_leaves_no_claim_in_the_callers_transaction(world: World,
 
     inbox = Inbox(engine)
     policy = Idempotent(key="order_id", retention="1h")
-    with (
-        Session(engine) as session,
-        inbox.claim(session, b'{"order_id": "1"}', consumer="shop", type="shop.Order", policy=policy),
-    ):
+    with Session(engine) as session:
+        with inbox.claim(session, b'{"order_id": "1"}', consumer="shop", type="shop.Order", policy=policy):
+            pass
         session.commit()
     world.pass_time(7_200)
     assert inbox._process.opened is not None
@@ -694,6 +694,44 @@ def test_an_initiation_that_cannot_be_stored_rolls_the_session_back(world: World
     assert (world.effects(), world.claims(), world.pending()) == ({}, 0, 0)
 
 
+@every_database
+@pytest.mark.filterwarnings("ignore:transaction already deassociated")
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("claims", [False, True])
+def test_a_block_that_ends_its_transaction_loses_no_output(world: World, engine: Engine, bound: bool, claims: bool) -> None:
+    app, inbox = world.app(), Inbox(engine)
+    app.adapters()
+    SqlScheduler(world.database, "relay").beat("relay")
+    ends: list[tuple[Callable[[Session], Any], bool]] = [
+        (lambda session: session.commit(), False),
+        (lambda session: session.rollback(), False),
+        (lambda session: session.connection().commit(), True),
+        (lambda session: session.close(), False),
+    ]
+    for number, (end, commits) in enumerate(ends):
+        before = world.effects()
+        with engine.connect() as connection, Session(connection if bound else engine) as session:
+            if claims:
+                options: Any = {"consumer": "billing", "type": "shop.Pay", "policy": Idempotent(key="id")}
+                block: Any = inbox.claim(session, {"id": str(number)}, **options)
+            else:
+                block = app.initiate(str(number), session=session)
+            with pytest.raises((TransactionEnded, exc.InvalidRequestError, exc.ResourceClosedError)), block as unit:
+                session.execute(effect.insert(), {"what": "1"})
+                end(session)
+                unit.send(Paid(), to=SINK)
+            with suppress(exc.InvalidRequestError):
+                session.commit()
+            connection.commit()
+        assert world.pending() == 0
+        assert commits or world.effects() == before
+    with Session(engine) as session:
+        with app.initiate("kept", session=session) as unit, session.begin_nested():
+            unit.send(Paid(), to=SINK)
+        session.commit()
+    assert world.pending() == 1
+
+
 def test_a_session_that_cannot_be_joined_is_refused(world: World, engine: Engine, new_url: Callable[[], str]) -> None:
     app, other = world.app(), create_engine(new_url())
     metadata.create_all(other)
@@ -710,6 +748,8 @@ def test_a_session_that_cannot_be_joined_is_refused(world: World, engine: Engine
         session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
         with app.initiate(session=session):
             pass
+    with pytest.raises(ConfigurationError, match="is not a session of SQLAlchemy"):
+        app.initiate(session="x").__enter__()  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="is not an AsyncSession"):
         asyncio.run(enter(app.initiate(session=Session(engine))))
     with pytest.raises(ConfigurationError, match="is an AsyncSession, which is for `async with`"):

@@ -521,7 +521,8 @@ def test_an_initiation_joins_a_session(world: World) -> None:
 
         async def place(id: str | None = None, *, fails: bool = False, cancels: bool = False) -> bool:
             async with AsyncSession(engine) as session:
-                await session.execute(effect.insert(), {"what": "before"})
+                if id is None:  # else the block is the first to use the session
+                    await session.execute(effect.insert(), {"what": "before"})
                 with suppress(ZeroDivisionError, asyncio.CancelledError):
                     async with app.initiate(id, session=session) as unit:
                         if not unit.duplicate:
@@ -537,7 +538,11 @@ def test_an_initiation_joins_a_session(world: World) -> None:
         assert [await place("7"), await place("7")] == [False, True]
         await place(fails=True)
         await place(cancels=True)
+        with pytest.raises(TransactionEnded, match=r"session\.commit\(\)"):
+            async with AsyncSession(engine) as session, app.initiate(session=session) as unit:
+                unit.send({"order_id": "1", "part": 0}, to=SINK, type="shop.Shipped")
+                await session.commit()
 
     on_loop(world.url, main)
-    assert (world.effects(), world.pending()) == ({"before": 2, "within": 1}, 1)
+    assert (world.effects(), world.pending()) == ({"within": 1}, 1)
     app.close()

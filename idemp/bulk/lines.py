@@ -5,17 +5,19 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from idemp.bulk.rows import Parked, Row
 from idemp.cloudevents import STRUCTURED
-from idemp.errors import ConfigurationError
+from idemp.errors import ConfigurationError, Unreadable, describe_error
 from idemp.messages import BOM
 
 __all__ = [
@@ -37,6 +39,8 @@ REASONS: Final = ("answer", "rule", "error")
 FIELD: Final = re.compile(r"[^\s.'\"\[\]\\*]+(\.[^\s.'\"\[\]\\*]+)*")
 REPLACED: Final = "\ufffd"
 UNREADABLE_ID: Final = "is neither text nor a whole number"
+NUMBER: Final = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+ZONE: Final = re.compile(r" ?(UTC|GMT)$")
 LOOKED_AT: Final = 100
 ID: Final = ("id", "type")
 
@@ -84,7 +88,11 @@ class Fields:
         return {name: field for name, field in named.items() if field is not None}
 
     def row(self, line: bytes) -> Row:
-        """Return a line as a row whose body it is; one that is not JSON will be parked."""
+        """Return a line as a row whose body it is; one that is not JSON will be parked.
+
+        Raises:
+            Unreadable: Its time is no time.
+        """
         document = _parsed(line)
         if not isinstance(document, dict):
             return Row(line, type=self.of_type)
@@ -116,34 +124,36 @@ class Fields:
 _ABSENT: Final = object()
 
 
-def read_lines(path: Path, rows: int) -> Iterator[list[bytes]]:
-    r"""Return the lines of a file in chunks, without blank ones. A file that ends in `.gz` is unpacked.
+def read_lines(path: Path, rows: int) -> Iterator[list[tuple[int, bytes]]]:
+    r"""Return the lines of a file with their numbers, in chunks, without blank ones. A file that ends in `.gz` is unpacked.
 
     Raises:
-        ConfigurationError: The file cannot be read.
+        ConfigurationError: The file cannot be read, or not further than the lines that were returned.
 
     Example:
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile() as file:
-        ...     _ = file.write(b"{}\n\n{}\n[]"), file.flush()
+        ...     _ = file.write(b"{}\n\n{}\r\n[]"), file.flush()
         ...     list(read_lines(Path(file.name), 2))
-        [[b'{}', b'{}'], [b'[]']]
+        [[(1, b'{}'), (3, b'{}')], [(4, b'[]')]]
     """
-    chunk: list[bytes] = []
+    chunk: list[tuple[int, bytes]] = []
+    number, failed = 0, None
     try:
-        with cast("IO[bytes]", gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
-            for number, line in enumerate(file):
-                text = line.removeprefix(BOM.encode() if number == 0 else b"").rstrip(b"\r\n")
-                if not text.strip():
-                    continue
-                chunk.append(text)
-                if len(chunk) == rows:
+        with cast("IO[bytes]", gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")) as file:
+            for number, line in enumerate(file, 1):
+                text = line.removeprefix(BOM.encode()) if number == 1 else line
+                chunk += [(number, part) for part in re.split(rb"[\r\n]", text) if part.strip()]
+                if len(chunk) >= rows:
                     yield chunk
                     chunk = []
-    except (OSError, EOFError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}; what was read before is handled: run it again") from None
+    except (OSError, EOFError, zlib.error) as error:
+        failed = error
     if chunk:
         yield chunk
+    if failed is not None:
+        done = f"its first {number} lines are handled, and those behind are not" if number else "nothing was handled"
+        raise ConfigurationError(f"{path} cannot be read: {describe_error(failed)}; {done}")
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,20 +206,17 @@ def edited(number: int, line: str | bytes) -> dict[str, Any]:
     return texts | {"time": moment, "body": body}
 
 
-def reread(lines: list[bytes], first: int = 1) -> list[Row]:
-    """Return parked rows, edited or not, as rows to handle.
+def reread(number: int, line: bytes) -> Row:
+    """Return a parked row, edited or not, as a row to handle.
 
     Raises:
-        ConfigurationError: A line is no parked row.
+        ConfigurationError: The line is no parked row.
 
     Example:
-        >>> reread([b'{"id": "a", "type": "shop.Pay", "body": "{}"}'])[0].id
+        >>> reread(1, b'{"id": "a", "type": "shop.Pay", "body": "{}"}').id
         'a'
     """
-    return [
-        Row(**{name: value for name, value in edited(number, line).items() if name != "row"})
-        for number, line in enumerate(lines, first)
-    ]
+    return Row(**{name: value for name, value in edited(number, line).items() if name != "row"})
 
 
 def parked_line(row: Row, parked: Parked) -> str:
@@ -224,7 +231,15 @@ def parked_line(row: Row, parked: Parked) -> str:
     headers = parts["headers"]
     parts["headers"] = headers if headers is None or isinstance(headers, str) else json.dumps(dict(headers))
     reasons = {"answer": parked.answer.value, "rule": parked.rule, "error": parked.error}
-    return json.dumps(readable({**parts, **reasons}), ensure_ascii=False)
+    shown = readable({**parts, **reasons})
+    text = json.dumps(shown, ensure_ascii=False)
+    return text if _is_storable(text) else json.dumps(shown)
+
+
+def _is_storable(text: str) -> bool:
+    with suppress(UnicodeEncodeError):  # a lone surrogate
+        return bool(text.encode())
+    return False
 
 
 def _parsed(line: bytes) -> Any:
@@ -247,10 +262,17 @@ def _text(value: Any) -> str | None:
 
 
 def _seconds(value: Any) -> float | None:
-    """Return a time in seconds; None for what is none, as if the message had no time."""
+    """Return a time in seconds.
+
+    Raises:
+        Unreadable: It is none: the age of the message would be unknown, and a late one would run again.
+    """
+    if value is None:
+        return None
     with suppress(TypeError, ValueError, OverflowError):
-        return None if isinstance(value, bool) else float(value)
-    with suppress(TypeError, ValueError, OverflowError):
-        found = datetime.fromisoformat(value)
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
-    return None
+        if isinstance(value, str) and not NUMBER.fullmatch(value):
+            found = datetime.fromisoformat(ZONE.sub("Z", value))
+            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        if not isinstance(value, bool) and isfinite(number := float(value)):
+            return number
+    raise Unreadable(f"the time {str(value)[:100]!r} is neither seconds since 1970 nor ISO 8601")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -29,10 +30,17 @@ from idemp.cli.pipeline import (
     finish,
     run_name,
 )
+from idemp.cli.screen import counted, escape
+from idemp.errors import Unreadable, describe_error
+
+if TYPE_CHECKING:
+    from idemp.bulk import Parked, Row
+    from idemp.bulk.lines import Fields
 
 __all__ = ["bulk"]
 
 ROWS = 50_000  # of a chunk, in memory
+MOST = 5  # reasons that are printed
 
 
 def bulk(
@@ -60,41 +68,84 @@ def bulk(
     If the command fails, run it again: committed rows count as done. Exit code 1 if rows were parked.
     """
     kept = parked or file.with_name(f"{file.name}.parked")
-    if kept.resolve() == file.resolve():
+    if kept.resolve() == file.resolve() or (kept.exists() and file.exists() and kept.samefile(file)):
         fail(Exit.USAGE, "--parked has to be another file than the input")
     with exits(), ExitStack() as stack:
         from idemp.bulk import Bulk
-        from idemp.bulk.lines import Fields, parked_line, read_lines, reread
+        from idemp.bulk.lines import Fields, read_lines
 
         fields = Fields(
             id=id, type=type, of_type=of_type, time=time, content_type=content_type, correlation_id=correlation_id, reply_to=reply_to
         )  # fmt: skip
         if replay and (fields.given or of_type):
             fail(Exit.USAGE, "--replay reads ids, types and times where idemp has written them: name no fields")
+        app = load_app(target)
+        app.configure()
+        if of_type is not None and of_type not in app.handlers:
+            fail(Exit.USAGE, f"--of-type {of_type}: no handler takes it: {app.name} takes {', '.join(sorted(app.handlers))}")
         run = run or run_name(target, str(file))
-        work = stack.enter_context(
-            Bulk(load_app(target), run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run)
+        work = stack.enter_context(Bulk(app, run=run, dispatch="relay" if send else "never", adopt=adopt, dry_run=dry_run))
+        bar = stack.enter_context(
+            Progress(TextColumn("{task.completed:,.0f} rows"), console=Console(stderr=True), disable=not sys.stderr.isatty())
         )
-        bar = Progress(TextColumn("{task.completed:,.0f} rows"), console=Console(stderr=True), disable=not sys.stderr.isatty())
-        stack.enter_context(bar)
-        task, out, first = bar.add_task("", total=None), None, 1
-        counts, outputs = Counter[str](), 0
+        out = None if dry_run else stack.enter_context(_keeping(kept))
+        task, counts, reasons, outputs = bar.add_task("", total=None), Counter[str](), Counter[str](), 0
         for lines in read_lines(file, ROWS):
-            if first == 1:
-                fields.check(lines)
-            rows = reread(lines, first) if replay else list(map(fields.row, lines))
+            if not replay and not counts:
+                fields.check([line for _, line in lines])
+            rows, refused = _rows(lines, None if replay else fields)
             report = work.run(rows)
-            counts.update({answer.value: count for answer, count in report.counts.items()})
+            counts.update({answer.value: count for answer, count in report.counts.items()}, parked=len(refused))
             outputs += report.outputs
-            if report.parked and not dry_run:
-                out = out or stack.enter_context(kept.open("a", encoding="utf-8"))
-                _keep(out, [parked_line(rows[each.place], each) for each in report.parked])
-            first += len(lines)
+            parked_rows = [(rows[each.place], each) for each in report.parked] + refused
+            reasons.update(f"{each.rule}: {each.error}" for _, each in parked_rows)
+            if out is not None:
+                _keep(out, kept, parked_rows)
             bar.advance(task, len(lines))
+    if not as_json:
+        for reason, count in reasons.most_common(MOST):
+            print(f"{counted(count, 'row')}: {escape(reason)}", file=sys.stderr)
     finish(run, counts, outputs, dry_run=dry_run, as_json=as_json, kept=str(kept))
 
 
-def _keep(file: IO[str], lines: list[str]) -> None:
-    file.writelines(f"{line}\n" for line in lines)
-    file.flush()
-    os.fsync(file.fileno())
+def _rows(lines: list[tuple[int, bytes]], fields: Fields | None) -> tuple[list[Row], list[tuple[Row, Parked]]]:
+    """Return lines as rows, and those that are parked at once; without fields, they are parked rows of an earlier run."""
+    from idemp.bulk import Answer, Parked, Row
+    from idemp.bulk.lines import reread
+
+    rows: list[Row] = []
+    refused: list[tuple[Row, Parked]] = []
+    for number, line in lines:
+        try:
+            rows.append(reread(number, line) if fields is None else fields.row(line))
+        except Unreadable as error:
+            refused.append((Row(line), Parked(0, Answer.PARKED, "unreadable", describe_error(error))))
+    return rows, refused
+
+
+@contextmanager
+def _keeping(path: Path) -> Iterator[IO[str]]:
+    """Open a file that is added to; remove it if it is new, and nothing was."""
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        fail(Exit.USAGE, f"--parked {path}: {error.strerror}; nothing was handled")
+    try:
+        with file:
+            yield file
+    finally:
+        if path.is_file() and not path.stat().st_size:
+            path.unlink()
+
+
+def _keep(file: IO[str], path: Path, parked: list[tuple[Row, Parked]]) -> None:
+    from idemp.bulk.lines import parked_line
+
+    try:
+        file.writelines(f"{parked_line(row, why)}\n" for row, why in parked)
+        file.flush()
+        with suppress(OSError):  # a pipe
+            os.fsync(file.fileno())
+    except OSError as error:
+        text = f"{path} cannot be written: {error.strerror}; rows that were not handled are in the input alone"
+        fail(Exit.FAILED, f"{text}: run the command again with another --parked")

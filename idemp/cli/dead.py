@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Annotated, NoReturn
 
 import typer
@@ -14,6 +16,8 @@ from idemp.sql.records.failures import DeadLetters, FailedMessage
 __all__ = ["dead"]
 
 dead = typer.Typer(help="Dead letters.", no_args_is_help=True, rich_markup_mode=None)
+
+WIDE = 1_000_000  # columns
 
 Number = Annotated[int, typer.Argument(min=1, max=2**63 - 1, help="Number of a dead letter, as the list shows it.")]
 Numbers = Annotated[list[int], typer.Argument(min=1, max=2**63 - 1, help="Numbers of dead letters, as the list shows them.")]
@@ -40,7 +44,8 @@ def list_(queue: Queue = None, limit: Limit = 100, as_json: AsJson = False) -> N
         }
         for letter in letters
     ]
-    print(records(rows, cut=True) or "no dead letters")
+    whole = not sys.stdout.isatty() and "COLUMNS" not in os.environ  # for grep and files
+    print(records(rows, WIDE if whole else None, cut=True) or "no dead letters")
     if more:
         print(f"… and more: --limit {limit * 10}")
 

@@ -12,28 +12,30 @@ from alembic.script import ScriptDirectory
 from alembic.script.revision import RevisionError
 
 from idemp.errors import ConfigurationError
+from idemp.settings import Settings
 from idemp.sql.schema import refuse_first_build, script_folder
-from idemp.sql.tables import DEFAULT_PREFIX, Tables
+from idemp.sql.tables import Tables
 
 __all__ = ["leave_out_idemp", "upgrade_idemp"]
 
 PARTITION: Final = re.compile(r"_p\d+$")  # `idemp db partition` adds it to the name of a table
 
 
-def leave_out_idemp(prefix: str = DEFAULT_PREFIX) -> Callable[[str | None, str, Any], bool]:
+def leave_out_idemp(prefix: str | None = None) -> Callable[[str | None, str, Any], bool]:
     """Return an `include_name` for `context.configure`, so that `alembic revision --autogenerate` does not drop idemp's tables.
 
     Args:
-        prefix: As in `IDEMP_TABLE_PREFIX`. Only names of idemp's tables are left out, in each schema; not all with the prefix.
+        prefix: By default that of the settings (`IDEMP_TABLE_PREFIX`). Only the names of idemp's tables are left out, in each
+            schema, and not all names with the prefix.
 
     Example:
         >>> include_name = leave_out_idemp()
         >>> include_name("idemp_inbox", "table", {}), include_name("customer", "table", {}), include_name("sales", "schema", {})
         (False, True, True)
     """
-    tables = Tables(prefix)
+    tables = Tables(prefix or Settings().table_prefix)
     own = {table.name for table in (*tables.metadata.sorted_tables, *tables.queue_metadata.sorted_tables)}
-    own |= {tables.version_table, f"{prefix}barrier"}  # the latter is the one of `SqlBarrier`
+    own |= {tables.version_table, f"{tables.prefix}barrier"}  # the latter is the one of `SqlBarrier`
 
     def include_name(name: str | None, kind: str, _parents: Any = None) -> bool:
         return kind != "table" or name is None or PARTITION.sub("", name) not in own
@@ -41,7 +43,7 @@ def leave_out_idemp(prefix: str = DEFAULT_PREFIX) -> Callable[[str | None, str, 
     return include_name
 
 
-def upgrade_idemp(revision: str, prefix: str = DEFAULT_PREFIX) -> None:
+def upgrade_idemp(revision: str, prefix: str | None = None) -> None:
     """Create idemp's tables in a migration of yours, or upgrade them to a revision. Older ones are not changed back.
 
     It also works for `alembic upgrade --sql`. On SQLite, run `idemp db upgrade` after your migrations: it creates the
@@ -49,7 +51,7 @@ def upgrade_idemp(revision: str, prefix: str = DEFAULT_PREFIX) -> None:
 
     Args:
         revision: As `idemp db upgrade` prints it. A later release of idemp that has new tables needs a migration more.
-        prefix: As in `IDEMP_TABLE_PREFIX`.
+        prefix: By default that of the settings (`IDEMP_TABLE_PREFIX`).
 
     Raises:
         ConfigurationError: This release has no such revision, or the tables are the first build's.
@@ -60,7 +62,7 @@ def upgrade_idemp(revision: str, prefix: str = DEFAULT_PREFIX) -> None:
         >>> def upgrade() -> None:
         ...     upgrade_idemp("2.0001")
     """
-    tables, offline = Tables(prefix), op.get_context().as_sql
+    tables, offline = Tables(prefix or Settings().table_prefix), op.get_context().as_sql
     version = sa.table(tables.version_table, sa.column("version_num", sa.String(32)))
     stored = None
     if not offline:

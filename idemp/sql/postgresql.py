@@ -48,6 +48,7 @@ SHORTER: Final = (
     "SELECT name, extract(epoch FROM current_setting(name)::interval) * 1000 AS present "
     "FROM unnest(ARRAY['statement_timeout', 'idle_in_transaction_session_timeout']) AS name) AS limits"
 )
+LONGEST_MS: Final = 2**31 - 1
 OWN: Final = ("25P03", "25P04")  # idle or open for too long: the handler's fault, although they end the connection
 
 
@@ -124,7 +125,7 @@ class PostgresqlDialect(Dialect):
 
     @contextmanager
     def handler_limited(self, connection: Connection, seconds: float) -> Iterator[None]:
-        _run(connection, SHORTER.format(max(1, round(seconds * 1000))))
+        _run(connection, SHORTER.format(min(max(1, round(seconds * 1000)), LONGEST_MS)))
         yield  # the limits end with the transaction
 
     @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -33,7 +32,6 @@ from idemp.sql.tables import Tables
 __all__ = ["SqliteDialect", "engine_options"]
 
 BUSY_SECONDS: Final = 10
-STEPS: Final = 10_000  # of SQLite's virtual machine between two looks at the clock
 FULL: Final = 2  # of PRAGMA synchronous: COMMIT waits for the disk
 LEGACY: Final = -1  # sqlite3.LEGACY_TRANSACTION_CONTROL, since Python 3.12
 TRANSIENT: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
@@ -101,16 +99,6 @@ class SqliteDialect(Dialect):
             yield
         finally:
             _run(connection, f"PRAGMA busy_timeout = {before}")
-
-    @contextmanager
-    def handler_limited(self, connection: Connection, seconds: float) -> Iterator[None]:
-        driver, end = connection.connection.dbapi_connection, time.monotonic() + seconds
-        assert isinstance(driver, sqlite3.Connection)
-        driver.set_progress_handler(lambda: time.monotonic() > end, STEPS)
-        try:
-            yield
-        finally:
-            driver.set_progress_handler(None, 0)
 
     def in_flight(self, error: exc.DBAPIError, inbox: Table) -> bool:  # noqa: ARG002 - there is one lock for all ids
         return self.kind(error.orig or error, error) is Kind.TRANSIENT

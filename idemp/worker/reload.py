@@ -42,11 +42,12 @@ def run_reloading(command: Sequence[str]) -> int:
 
     stopping, is_source = threading.Event(), PythonFilter(extra_extensions=(".toml",))
     process: subprocess.Popen[bytes] | None = None
-    running = False
+    running = ending = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:
+        again = stopping.is_set()
         stopping.set()
-        if process is not None:
+        if process is not None and (again or not ending):  # a second signal would interrupt its handler
             process.terminate()
 
     for each in (*SIGNALS, signal.SIGHUP):  # the worker has a session of its own, so a closed terminal does not end it
@@ -55,11 +56,15 @@ def run_reloading(command: Sequence[str]) -> int:
         changed = sorted({os.path.relpath(path) for change, path in changes if is_source(change, path)})
         if changed:
             log("worker.reloaded", files=", ".join(changed))
-        if changed and process is not None:
+        if changed and process is not None and not stopping.is_set():
+            ending = True
             process.terminate()
             process.wait()
+            ending = False
         if (changed or process is None) and not stopping.is_set():
             process, running = subprocess.Popen(command, start_new_session=True), True  # noqa: S603 - our own command
+            if stopping.is_set():  # the signal came while it was started
+                process.terminate()
         elif running and process is not None and process.poll() is not None:
             running = False
             log("worker.ended", code=process.returncode)

@@ -110,6 +110,34 @@ def test_what_was_handled_online_is_a_duplicate_and_what_is_adopted_is_not_handl
     assert shop.effects() == {"1": 1}
 
 
+def test_a_damaged_value_or_file_costs_nobody_else_a_row(
+    shop: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("idemp.cli.bulk.ROWS", 3)
+    lines = [
+        b'{"id": "1", "order_id": "1", "time": "2026-11-01 10:00:00 UTC"}',
+        b'{"id": "fails", "order_id": "fails"}',
+        b'{"id": "\\ud83d", "order_id": "2"}\r{"id": "3", "order_id": "3"}',
+        b'{"id": "4", "order_id": "4", "time": "yesterday"}',
+        b'{"id": "5", "order_id": "5", "time": 1764000000}',
+    ]
+    (tmp_path / "old.jsonl").write_bytes(b"\n".join(lines))
+    assert bulk(capsys, "old.jsonl", code=Exit.FAILED) == counts(6, 3, 0, 0, 0, 3, 3)
+    kept = [json.loads(line) for line in (tmp_path / "old.jsonl.parked").read_text().splitlines()]
+    assert sorted(row["rule"] for row in kept) == ["handler", "unreadable", "unreadable"]
+    assert any("the time 'yesterday' is neither seconds since 1970 nor ISO 8601" in row["error"] for row in kept)
+
+    whole = gzip.compress(b"".join(b'{"id": "z%d", "order_id": "z%d"}\n' % (n, n * 7919) for n in range(2_000)))
+    (tmp_path / "cut.jsonl.GZ").write_bytes(whole[: len(whole) // 2])
+    assert run("bulk", "shop_of_files", "cut.jsonl.GZ", "--adopt") == Exit.REFUSED
+    error = capsys.readouterr().err
+    assert (number := int(error.partition("its first ")[2].partition(" lines are handled")[0])) > 100
+    assert shop.claims() == 3 + number
+    (tmp_path / "bad.gz").write_bytes(whole[:200] + bytes(each ^ 255 for each in whole[200:260]) + whole[260:])
+    assert run("bulk", "shop_of_files", "bad.gz", "--adopt") == Exit.REFUSED
+    assert "bad.gz cannot be read: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "options", "code", "error"),
     [
@@ -118,7 +146,9 @@ def test_what_was_handled_online_is_a_duplicate_and_what_is_adopted_is_not_handl
         ("{}", ["--replay", "--id", "nr"], Exit.USAGE, "--replay reads ids, types and times where idemp has written them"),
         ("{}", ["--parked", "old.jsonl"], Exit.USAGE, "--parked has to be another file than the input"),
         ('{"id": 7}', ["--replay"], Exit.REFUSED, "line 1 is not a parked row, as idemp writes them: a value is not text"),
-        (None, [], Exit.REFUSED, "old.jsonl cannot be read: [Errno 2] No such file or directory"),
+        ("{}", ["--parked", "none/x"], Exit.USAGE, "--parked none/x: No such file or directory; nothing was handled"),
+        ("{}", ["--of-type", "shop.Ordr"], Exit.USAGE, "--of-type shop.Ordr: no handler takes it: shop takes shop.Order"),
+        (None, [], Exit.REFUSED, "old.jsonl cannot be read: FileNotFoundError: [Errno 2] No such file or directory"),
     ],
 )
 def test_what_cannot_be_read_is_refused(

@@ -395,7 +395,7 @@ FAULTS = [
     Fault("joining.py", "if outputs and not unit.duplicate:", "if outputs:", "tests/test_app.py::test_an_initiation_joins"),
     Fault(
         "handlers.py",
-        "if limit.expired():  #",
+        "if limit.expired() or took > self.timeout:  #",
         "if False:  #",
         "tests/worker/test_timeouts.py::test_an_async_handler::postgresql",
     ),

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import logging.handlers
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -121,6 +122,53 @@ def test_tasks_at_once_log_their_own_messages(lines: Callable[[], list[str]]) ->
     assert sorted((fields[2], fields[3], fields[5]) for fields in found) == sorted(
         (id, id, f"{step} {id}") for id in "abc" for step in ("begin", "end")
     )
+
+
+def test_what_goes_on_after_a_handler_names_no_message(lines: Callable[[], list[str]]) -> None:
+    app, tasks, go_on = App("shop"), list[Any](), list[asyncio.Event]()
+
+    @app.handler(Order, policy=Policy())
+    async def handle(message: Order, ctx: AsyncContext) -> None:
+        if not tasks:
+            go_on.append(asyncio.Event())
+            tasks.append(asyncio.create_task(later()))
+        else:
+            go_on[0].set()
+            await tasks[0]
+
+    async def later() -> None:
+        await go_on[0].wait()
+        log.info("later")
+
+    with app.test() as test:
+        for id in "ab":
+            test.send(Order(order_id=id), message_id=id)
+            test.run_until_idle()
+    assert [line for line in lines() if "{" not in line] == ["-|-|-|-|-|later"]
+
+
+def test_lines_of_json_behind_a_buffer_name_their_own_messages() -> None:
+    app, text, root = App("shop"), io.StringIO(), logging.getLogger("tests")
+    target = logging.StreamHandler(text)
+    target.setFormatter(JsonLines())
+    buffer = logging.handlers.MemoryHandler(100, target=target)
+    buffer.addFilter(MessageFields())
+    root.handlers, log.disabled = [buffer], False
+    root.setLevel("INFO")
+
+    @app.handler(Order, policy=Policy())
+    def handle(message: Order) -> None:
+        log.info("handled")
+        if message.order_id == "b":
+            buffer.flush()
+
+    with app.test() as test:
+        for id in "ab":
+            test.send(Order(order_id=id), message_id=id)
+        test.run_until_idle()
+    root.handlers = []
+    root.setLevel("NOTSET")
+    assert [json.loads(line)["message_id"] for line in text.getvalue().splitlines()] == ["a", "b"]
 
 
 def test_the_hook_of_the_page_reports_each_dead_letter_once(monkeypatch: pytest.MonkeyPatch) -> None:

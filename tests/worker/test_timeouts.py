@@ -15,18 +15,19 @@ from idemp import AsyncContext, AsyncInbox, ConfigurationError, Context, Idempot
 from idemp.errors import TimedOut
 from idemp.policy import configured
 from idemp.sql.records.failures import DeadLetters, FailedMessage
-from tests.conftest import every_database
 from tests.world import Order, World, asynchronous_url, effect
 
 RETRY = Retry(attempts=2, delays=(0.0,))
 LONG: dict[str, str] = {
-    "sqlite": "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n",
     "postgresql": "SELECT pg_sleep(60)",
     "mysql": "SELECT SLEEP(60)",
 }
 
 
-def policy(seconds: float, made: type[Policy] = Idempotent) -> Any:
+every_server = pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+
+
+def policy(seconds: Any, made: type[Policy] = Idempotent) -> Any:
     return made(retry=RETRY, timeout=seconds, **({"key": "order_id"} if made is Idempotent else {}))
 
 
@@ -34,7 +35,7 @@ def dead(world: World) -> list[FailedMessage]:
     return DeadLetters(world.database).find()
 
 
-@every_database
+@every_server
 def test_the_database_ends_a_long_statement_and_the_limits_do_not_stay(url: str) -> None:
     def handle(message: Order, ctx: Context) -> None:
         ctx.connection.execute(effect.insert(), {"what": message.order_id})
@@ -51,7 +52,6 @@ def test_the_database_ends_a_long_statement_and_the_limits_do_not_stay(url: str)
     (letter,) = dead(world)
     assert (letter.rule, letter.failures, letter.attempts) == ("handler", 2, 2)
     unlimited = {
-        "sqlite": "SELECT 0",
         "postgresql": "SELECT extract(epoch FROM current_setting('statement_timeout')::interval)",
         "mysql": "SELECT @@session.max_statement_time + @@session.idle_transaction_timeout",
     }
@@ -86,6 +86,29 @@ def test_a_transaction_that_is_idle_for_too_long_is_ended(url: str) -> None:
     other.dispose()
 
 
+@every_server
+def test_a_transaction_that_was_idle_for_too_long_counts_although_its_connection_is_lost(url: str) -> None:
+    def handle(message: Order, ctx: Context) -> None:
+        with other.connect() as connection:  # until the server has ended the transaction of this handler
+            connection.execute(text("UPDATE held SET number = 2"))
+            connection.commit()
+        ctx.connection.execute(effect.insert(), {"what": message.order_id})
+
+    def locking(message: Order, ctx: Context) -> None:
+        ctx.connection.execute(text("UPDATE held SET number = 1"))
+        handle(message, ctx)
+
+    other = create_engine(url)
+    with other.begin() as connection:
+        connection.execute(text("CREATE TABLE held (number INTEGER)"))
+        connection.execute(text("INSERT INTO held VALUES (0)"))
+    world = World(url, locking, Idempotent(key="order_id", retry=Retry(attempts=1), timeout=1))
+    world.send("1")
+    world.work(world.worker())
+    assert (world.effects(), world.runs, [letter.rule for letter in dead(world)]) == ({}, {"1": 1}, ["handler"])
+    other.dispose()
+
+
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 def test_a_shorter_limit_of_the_role_stays(url: str) -> None:
     found: list[Any] = []
@@ -94,10 +117,11 @@ def test_a_shorter_limit_of_the_role_stays(url: str) -> None:
         found.append(ctx.connection.scalar(text("SELECT current_setting('statement_timeout')")))
         ctx.connection.execute(text("SET LOCAL statement_timeout = '7s'"))  # the handler's own comes last
 
-    world = World(f"{url}?options=-cstatement_timeout%3D250ms", handle, policy(30))
-    world.send("1")
-    world.work(world.worker())
-    assert (found, dead(world)) == (["250ms"], [])
+    for seconds in (30, "30d"):  # the latter is more than the server takes
+        world = World(f"{url}?options=-cstatement_timeout%3D250ms", handle, policy(seconds))
+        world.send(str(seconds))
+        world.work(world.worker())
+        assert (found.pop(), dead(world)) == ("250ms", [])
 
 
 @pytest.mark.parametrize("made", [Idempotent, Policy])
@@ -164,6 +188,9 @@ def test_an_async_handler_is_cancelled_and_counts(url: str, stubborn: bool) -> N
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
         await ctx.connection.execute(effect.insert(), {"what": message.order_id})
+        if message.order_id == "computes":
+            time.sleep(0.25)  # noqa: ASYNC251 - without an await, nothing can cancel it
+            return
         try:
             await asyncio.sleep(60 if message.order_id == "long" else 0)
         except asyncio.CancelledError:
@@ -182,6 +209,8 @@ def test_an_async_handler_is_cancelled_and_counts(url: str, stubborn: bool) -> N
         with pytest.raises(TimedOut, match=r"the handler ran for 0\.\d s, and its time-out is 0.2 s"):
             await take(b'{"order_id": "long"}')
         await take(b'{"order_id": "short"}')
+        with pytest.raises(TimedOut):
+            await take(b'{"order_id": "computes"}')
         with pytest.raises(TimeoutError, match="the shop did not answer"):
             await inbox.wrap(own, **options)(b'{"order_id": "own"}')
         await engine.dispose()
