@@ -15,6 +15,7 @@ from idemp import AsyncContext, AsyncInbox, ConfigurationError, Context, Idempot
 from idemp.errors import TimedOut
 from idemp.policy import configured
 from idemp.sql.records.failures import DeadLetters, FailedMessage
+from idemp.sql.store import SqlStore
 from tests.world import Order, World, asynchronous_url, effect
 
 RETRY = Retry(attempts=2, delays=(0.0,))
@@ -231,6 +232,22 @@ def test_a_statement_of_an_async_handler_is_cancelled_too(url: str) -> None:
     world.work(world.worker())
     (letter,) = dead(world)
     assert (world.effects(), letter.failures, letter.error[:9]) == ({"short": 1}, 2, "TimedOut:")
+
+
+def test_a_time_out_does_not_count_while_the_database_takes_no_work(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = [False, True]
+
+    def handle(message: Order, ctx: Context) -> None:
+        end = time.monotonic() + (0.15 if len(world.runs) == sum(world.runs.values()) else 0)
+        while time.monotonic() < end:
+            pass
+        ctx.connection.execute(effect.insert(), {"what": message.order_id})
+
+    monkeypatch.setattr(SqlStore, "probe", lambda _: probes.pop(0) if probes else True)
+    world = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=1), timeout=0.1))
+    world.send("1")
+    world.work(world.worker())
+    assert (world.effects(), world.runs, dead(world)) == ({"1": 1}, {"1": 2}, [])
 
 
 def test_the_time_out_is_an_option_of_files_too(url: str) -> None:
