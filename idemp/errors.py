@@ -12,7 +12,9 @@ IdempError
 │   └── Refuse              the handler refuses it permanently
 ├── HandlerError            the handler is to blame
 │   ├── TransactionEnded    it ended the transaction of its claim
+│   │   ├── BlockEnded      so did a block in a session of the caller's
 │   │   └── TransactionRolledBack
+│   ├── TimedOut            it ran for longer than its time-out
 │   └── UnusableOutput      it emitted a message that could not be published or read back
 ├── InFlight                another transaction holds the claim
 ├── Undelivered             the broker did not take an output that is not stored
@@ -31,6 +33,7 @@ from types import FrameType
 from typing import ClassVar
 
 __all__ = [
+    "BlockEnded",
     "ConfigurationError",
     "Conflict",
     "DispatchIncomplete",
@@ -42,6 +45,7 @@ __all__ = [
     "NotInstalled",
     "Poison",
     "Refuse",
+    "TimedOut",
     "TransactionEnded",
     "TransactionRolledBack",
     "Unavailable",
@@ -197,6 +201,7 @@ class TransactionEnded(HandlerError):
         the handler ended the transaction of its claim by session.commit(): remove that call, idemp commits after the handler
     """
 
+    who: ClassVar[str] = "the handler"
     ends: ClassVar[str] = "remove that call, idemp commits after the handler"
 
     def __init__(self, how: str, *, committed: bool | None = False) -> None:
@@ -205,7 +210,19 @@ class TransactionEnded(HandlerError):
             True: ". Its claim and effects so far are committed, and its outputs are not stored",
             None: ". Whether its claim and effects are committed is unknown: check with idemp inbox show",
         }
-        super().__init__(f"the handler ended the transaction of its claim by {how}: {self.ends}{consequence.get(committed, '')}")
+        super().__init__(f"{self.who} ended the transaction of its claim by {how}: {self.ends}{consequence.get(committed, '')}")
+
+
+class BlockEnded(TransactionEnded):
+    """A block of `Inbox.claim` or `App.initiate(session=…)` ended the transaction that it is in, or tried to commit it.
+
+    Example:
+        >>> BlockEnded("session.commit()").ends
+        'commit after the block, and end nothing within it'
+    """
+
+    who = "the block"
+    ends = "commit after the block, and end nothing within it"
 
 
 class TransactionRolledBack(TransactionEnded):

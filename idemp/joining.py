@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from idemp.errors import Conflict, InFlight, Late, TransactionEnded
+from idemp.errors import Conflict, InFlight, Late
 from idemp.ports import Claim, Handled, Verdict
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
     from idemp.sql.scheduler import SqlScheduler
@@ -70,13 +69,14 @@ def join(
         Conflict: Another message was handled under the id.
         Late: Claims of the message's age have been deleted.
         ConfigurationError: The session commits each statement (AUTOCOMMIT).
-        TransactionEnded: The block has ended the transaction of the claim, or tried to commit it: outputs would be lost.
+        BlockEnded: The block has ended the transaction of the claim, or tried to commit it: outputs would be lost.
 
     Example:
         >>> join.__name__
         'join'
     """
     from idemp.sql.dialects import autocommit_refused
+    from idemp.sql.guard import kept_open
 
     connection = session.connection()
     if store.database.dialect.autocommits(connection):
@@ -102,32 +102,13 @@ def join(
             yield unit
         return
     with _undone(session):
-        with _kept_open(session, connection):
+        with kept_open(session, connection):
             yield unit
         outputs = unit.outputs()
         if outputs:
             store.store_on(connection, [Handled(claim.consumer, claim, outputs)], 0.0)
             if not scheduler.relay_alive(connection):
                 unrelayed(len(outputs))
-
-
-@contextmanager
-def _kept_open(session: Session, connection: Connection) -> Iterator[None]:
-    """Refuse a commit in the block, and see another end of its transaction: what was emitted would not be stored with the claim."""
-    from sqlalchemy import event
-
-    def refuse(_session: Session) -> None:
-        if not session.in_nested_transaction():
-            raise TransactionEnded("session.commit()")
-
-    ours, root = session.get_transaction(), connection.get_transaction()
-    event.listen(session, "before_commit", refuse)
-    try:
-        yield
-        if session.get_transaction() is not ours or connection.closed or connection.get_transaction() is not root:
-            raise TransactionEnded("a commit or a rollback in the block", committed=None)
-    finally:
-        event.remove(session, "before_commit", refuse)
 
 
 @contextmanager

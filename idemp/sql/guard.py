@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.orm import Session
 
-from idemp.errors import HandlerError, TransactionEnded
+from idemp.errors import BlockEnded, HandlerError, TransactionEnded
 from idemp.ports import Claim
 from idemp.sql.dialects import Ended, FastPath
 from idemp.sql.engine import Database
 
-__all__ = ["HandlerSession", "Unit"]
+__all__ = ["HandlerSession", "Unit", "kept_open"]
 
 NO_EVENTS: Final = (
     "the handler listens to before_commit or after_commit of its session, which does not commit: idemp does, so these do not run; "
@@ -255,3 +256,34 @@ def _is_partial(statement: str) -> bool:
     if words[0] in ("CREATE", "DROP"):
         return "TEMPORARY" in words[1:4]
     return (words[0] == "ROLLBACK" and "TO" in words[1:3]) or (words[0] == "PREPARE" and words[1:2] != ["TRANSACTION"])
+
+
+@contextmanager
+def kept_open(session: Session, connection: Connection) -> Iterator[None]:
+    """Refuse a commit of a caller's session in this block, and see another end of its transaction.
+
+    What the block emits is stored after it, and has to be in the transaction of its claim.
+
+    Raises:
+        BlockEnded: The block has ended the transaction, or tried to commit it.
+
+    Example:
+        >>> from sqlalchemy import create_engine
+        >>> with Session(create_engine("sqlite://")) as session, kept_open(session, session.connection()):
+        ...     session.commit()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        idemp.errors.BlockEnded: the block ended the transaction of its claim by session.commit(): ...
+    """
+
+    def refuse(_session: Session) -> None:
+        if not session.in_nested_transaction():
+            raise BlockEnded("session.commit()")
+
+    ours, root = session.get_transaction(), connection.get_transaction()
+    event.listen(session, "before_commit", refuse)
+    try:
+        yield
+        if session.get_transaction() is not ours or connection.closed or connection.get_transaction() is not root:
+            raise BlockEnded("a commit or a rollback", committed=None)
+    finally:
+        event.remove(session, "before_commit", refuse)

@@ -393,7 +393,7 @@ FAULTS = [
         "tests/test_app.py::test_an_initiation_that_cannot",
     ),
     Fault("joining.py", "    if unit.duplicate:", "    if False:", "tests/test_app.py::test_an_initiation_joins"),
-    Fault("joining.py", 'raise TransactionEnded("session.commit()")', "return", "tests/test_app.py::test_a_block_that_ends"),
+    Fault("sql/guard.py", 'raise BlockEnded("session.commit()")', "return", "tests/test_app.py::test_a_block_that_ends"),
     Fault("failures.py", " or isinstance(error, TimedOut)", "", "tests/worker/test_timeouts.py::test_a_time_out_does_not_count"),
     Fault(
         "handlers.py",
