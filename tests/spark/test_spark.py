@@ -59,8 +59,9 @@ def once(*expected: str) -> Counter[str]:
 
 
 def test_a_backfill_adds_up_and_its_parked_rows_are_an_input(spark: SparkSession, tables: Shop, tmp_path: Path) -> None:
+    from idemp.bulk.lines import readable
     from idemp.spark import sink
-    from idemp.spark.parked import read_parked, readable
+    from idemp.spark.parked import read_parked
 
     online(tables)("online")
     data = rows([*ids(300), *ids(50), "online", "bad-1", "bad-2"])
@@ -239,7 +240,8 @@ def test_spark_connect_runs_the_same(spark: SparkSession, tables: Shop, url: str
 import json
 from pathlib import Path
 from idemp.spark import Columns, reconcile, session, sink
-from idemp.spark.parked import read_parked, readable
+from idemp.bulk.lines import readable
+from idemp.spark.parked import read_parked
 from tests.spark.test_spark import APP, ROWS, ids, rows, write
 
 def handle(spark):
