@@ -19,6 +19,7 @@ from tests.worker.test_loop import wait_for
 PAGE = Path(__file__).parents[2] / "docs" / "fastapi.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 def test_an_order_is_accepted_if_and_only_if_it_is_committed(url: str, tmp_path: Path) -> None:
     (service,) = re.findall(r"```python\n# service.py\n(.*?)```", PAGE.read_text(), re.DOTALL)

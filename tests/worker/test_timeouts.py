@@ -25,7 +25,7 @@ LONG: dict[str, str] = {
 }
 
 
-every_server = pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
+every_server = pytest.mark.parametrize("kind", ["postgresql", pytest.param("mariadb", marks=pytest.mark.slow)], indirect=True)
 
 
 def policy(seconds: Any, made: type[Policy] = Idempotent) -> Any:
