@@ -62,7 +62,8 @@ class Fields:
         ConfigurationError: A name is none of a field.
 
     Example:
-        >>> Fields(id="order.id", of_type="shop.PlaceOrder").row(b'{"order": {"id": 7}}').id
+        >>> row, _ = Fields(id="order.id", of_type="shop.PlaceOrder").row(b'{"order": {"id": 7}}')
+        >>> row.id
         '7'
     """
 
@@ -87,15 +88,11 @@ class Fields:
         named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "of_type"}
         return {name: field for name, field in named.items() if field is not None}
 
-    def row(self, line: bytes) -> Row:
-        """Return a line as a row whose body it is; one that is not JSON will be parked.
-
-        Raises:
-            Unreadable: Its time is no time.
-        """
+    def row(self, line: bytes) -> tuple[Row, Unreadable | None]:
+        """Return a line as a row whose body it is, and why it has to be parked; what is not JSON is parked when it is handled."""
         document = _parsed(line)
         if not isinstance(document, dict):
-            return Row(line, type=self.of_type)
+            return Row(line, type=self.of_type), None
         found = {
             name: _find(document, field) for name, field in ({"id": "id", "type": "type", "time": "time"} | self.given).items()
         }
@@ -106,7 +103,10 @@ class Fields:
         texts: dict[str, Any] = {name: _text(value) for name, value in found.items() if name != "time"}
         if (id := found["id"]) is not None and (isinstance(id, bool) or not isinstance(id, str | int)):
             texts["id"] = f"{REPLACED}{json.dumps(id)} {UNREADABLE_ID}"  # which is refused in an id
-        return Row(line, time=_seconds(found["time"]), **texts)
+        try:
+            return Row(line, time=_seconds(found["time"]), **texts), None
+        except Unreadable as error:
+            return Row(line, **texts), error
 
     def check(self, lines: list[bytes]) -> None:
         """Refuse a field that none of the first lines has, and that is then misspelt.
@@ -201,7 +201,7 @@ def edited(number: int, line: str | bytes) -> dict[str, Any]:
         moment = None if row.get("time") is None else float(row["time"])
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigurationError(
-            f"line {number} is not a parked row, as idemp writes them: {error}; nothing was handled"
+            f"line {number} is not a parked row, as idemp writes them: {error}; it was not handled"
         ) from None
     return texts | {"time": moment, "body": body}
 

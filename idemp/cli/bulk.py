@@ -6,7 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -31,7 +31,7 @@ from idemp.cli.pipeline import (
     run_name,
 )
 from idemp.cli.screen import counted, escape
-from idemp.errors import Unreadable, describe_error
+from idemp.errors import describe_error
 
 if TYPE_CHECKING:
     from idemp.bulk import Parked, Row
@@ -110,16 +110,17 @@ def bulk(
 
 def _rows(lines: list[tuple[int, bytes]], fields: Fields | None) -> tuple[list[Row], list[tuple[Row, Parked]]]:
     """Return lines as rows, and those that are parked at once; without fields, they are parked rows of an earlier run."""
-    from idemp.bulk import Answer, Parked, Row
+    from idemp.bulk import Answer, Parked
     from idemp.bulk.lines import reread
 
     rows: list[Row] = []
     refused: list[tuple[Row, Parked]] = []
     for number, line in lines:
-        try:
-            rows.append(reread(number, line) if fields is None else fields.row(line))
-        except Unreadable as error:
-            refused.append((Row(line), Parked(0, Answer.PARKED, "unreadable", describe_error(error))))
+        row, error = (reread(number, line), None) if fields is None else fields.row(line)
+        if error is None:
+            rows.append(row)
+        else:
+            refused.append((row, Parked(0, Answer.PARKED, "unreadable", describe_error(error))))
     return rows, refused
 
 
@@ -144,7 +145,7 @@ def _keep(file: IO[str], path: Path, parked: list[tuple[Row, Parked]]) -> None:
     try:
         file.writelines(f"{parked_line(row, why)}\n" for row, why in parked)
         file.flush()
-        with suppress(OSError):  # a pipe
+        if path.is_file():  # and no pipe
             os.fsync(file.fileno())
     except OSError as error:
         text = f"{path} cannot be written: {error.strerror}; rows that were not handled are in the input alone"

@@ -16,6 +16,7 @@ from idemp.errors import TimedOut
 from idemp.policy import configured
 from idemp.sql.records.failures import DeadLetters, FailedMessage
 from idemp.sql.store import SqlStore
+from tests.servers.databases import query
 from tests.world import Order, World, asynchronous_url, effect
 
 RETRY = Retry(attempts=2, delays=(0.0,))
@@ -60,52 +61,25 @@ def test_the_database_ends_a_long_statement_and_the_limits_do_not_stay(url: str)
         assert connection.scalar(text(unlimited[connection.dialect.name.replace("mariadb", "mysql")])) == 0
 
 
-@pytest.mark.parametrize("kind", ["postgresql", pytest.param("mariadb", marks=pytest.mark.slow)], indirect=True)
-def test_a_transaction_that_is_idle_for_too_long_is_ended(url: str) -> None:
-    ended = threading.Event()
-
-    def handle(message: Order, ctx: Context) -> None:
-        ctx.connection.execute(effect.insert(), {"what": message.order_id})
-        with other.connect() as connection:  # waits for the row lock of this very handler, until the server takes it away
-            connection.execute(text("UPDATE held SET number = 2"))
-            connection.commit()
-        ended.set()
-
-    def locking(message: Order, ctx: Context) -> None:
-        ctx.connection.execute(text("UPDATE held SET number = 1"))
-        handle(message, ctx)
-
-    other = create_engine(url)
-    with other.begin() as connection:
-        connection.execute(text("CREATE TABLE held (number INTEGER)"))
-        connection.execute(text("INSERT INTO held VALUES (0)"))
-    world = World(url, locking, Idempotent(key="order_id", retry=Retry(attempts=1), timeout=1))
-    world.send("1")
-    world.work(world.worker())
-    assert ended.is_set()
-    assert (world.effects(), [letter.rule for letter in dead(world)]) == ({}, ["handler"])
-    other.dispose()
-
-
 @every_server
-def test_a_transaction_that_was_idle_for_too_long_counts_although_its_connection_is_lost(url: str) -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_transaction_that_is_idle_for_too_long_is_ended_and_counts(url: str, goes_on: bool) -> None:
     def handle(message: Order, ctx: Context) -> None:
-        with other.connect() as connection:  # until the server has ended the transaction of this handler
+        ctx.connection.execute(text("UPDATE held SET number = 1"))
+        with other.connect() as connection:  # waits for that row lock, until the server takes it away
             connection.execute(text("UPDATE held SET number = 2"))
             connection.commit()
-        ctx.connection.execute(effect.insert(), {"what": message.order_id})
-
-    def locking(message: Order, ctx: Context) -> None:
-        ctx.connection.execute(text("UPDATE held SET number = 1"))
-        handle(message, ctx)
+        if goes_on:  # on a connection that is lost
+            ctx.connection.execute(effect.insert(), {"what": message.order_id})
 
     other = create_engine(url)
     with other.begin() as connection:
         connection.execute(text("CREATE TABLE held (number INTEGER)"))
         connection.execute(text("INSERT INTO held VALUES (0)"))
-    world = World(url, locking, Idempotent(key="order_id", retry=Retry(attempts=1), timeout=1))
+    world = World(url, handle, Idempotent(key="order_id", retry=Retry(attempts=1), timeout=1))
     world.send("1")
     world.work(world.worker())
+    assert query(url, "SELECT number FROM held")[0] == (2,)
     assert (world.effects(), world.runs, [letter.rule for letter in dead(world)]) == ({}, {"1": 1}, ["handler"])
     other.dispose()
 
