@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from idemp.cloudevents import PREFIX, Mode, event_mode, event_source, write_event
 from idemp.errors import HandlerError, UnusableOutput
 from idemp.identity import output_id, uuid7
-from idemp.messages import LONGEST_NAME, MAX_BODY_BYTES, Output, check_text, encode, type_name
+from idemp.messages import FORWARD, LONGEST_NAME, MAX_BODY_BYTES, RESULT, Output, check_text, encode, type_name
 from idemp.policy import Duration, seconds
 from idemp.ports import Claim
 
@@ -30,7 +30,15 @@ CAUSATION: Final = f"{CONTROL}causation-id"
 FINGERPRINT: Final = f"{CONTROL}fingerprint"
 TRACE: Final = ("traceparent", "tracestate")  # W3C Trace Context: passed on from a handled message
 LONGEST_TRACE: Final = 512  # characters of either that are passed on; the recommendation asks for no more
+FOREIGN: Final = frozenset(
+    {"app_id", "cluster_id", "content_encoding", "content_type", "correlation_id", "delivery_mode", "expiration", "message_id"}
+    | {"priority", "reply_to", "timestamp", "type", "user_id"}
+)
+"""Properties of AMQP 0-9-1, besides headers."""
 LONGEST_PROPERTIES: Final = 9_000  # bytes of a message's properties as JSON, with what STOMP escapes: each broker takes them
+
+OVER: Final = "the handling is over, so this message would never be stored: emit it before the handler returns"
+NEITHER: Final = "mandatory={!r} has to be true or false"
 
 HEADERS: Final = {
     CAUSATION: "id of the message whose handling emitted this one",
@@ -55,6 +63,10 @@ class BaseContext:
         attempt: Number of this run, from 1; runs that do not count repeat a number.
         duplicate: Whether the message or the id was handled before. No handler runs then, but a block of `App.initiate` does, and its
             changes are rolled back, or one of `Inbox.claim`: skip the business logic, then commit or roll back.
+        result: Bytes for the caller, which are stored with the claim and sent to no queue. For a duplicate, those of the first
+            handling; None if it had none, or they were erased.
+        stored: Of a block of `Inbox.claim`: the outputs that `Inbox.dispatch` sends. After the block, what it emitted; for a
+            duplicate, what is unconfirmed.
 
     Example:
         >>> ctx = BaseContext("billing", {"message_id": "7", "reply_to": "shop"}, None, None)
@@ -64,7 +76,9 @@ class BaseContext:
         [('send', 'stock', 300.0), ('reply', 'shop', None)]
     """
 
-    __slots__ = ("_claim", "_closed", "_emitted", "_events", "_tx", "attempt", "consumer", "duplicate", "properties")
+    __slots__ = (
+        "_claim", "_closed", "_emitted", "_events", "_tx", "attempt", "consumer", "duplicate", "properties", "result", "stored"
+    )  # fmt: skip
 
     def __init__(self, consumer: str, properties: Mapping[str, Any], tx: Any, claim: Claim | None, attempt: int = 1) -> None:
         self.consumer, self.attempt, self.duplicate = consumer, attempt, False
@@ -72,6 +86,8 @@ class BaseContext:
         if "headers" in properties:
             self.properties["headers"] = deepcopy(properties["headers"])
         self._tx, self._claim, self._closed = tx, claim, False
+        self.result: bytes | None = None
+        self.stored: Sequence[Output] = ()
         self._emitted: list[Output] = []
         self._events: list[tuple[Output, Mode, str]] = []
 
@@ -144,14 +160,72 @@ class BaseContext:
         check_text(to, "reply_to", UnusableOutput)
         self._emit("reply", "", to, self._type(message, type), message, headers, None)
 
+    def forward(
+        self,
+        body: bytes,
+        properties: Mapping[str, Any] | None = None,
+        *,
+        to: str,
+        exchange: str = "",
+        mandatory: bool = True,
+        delay: Duration | None = None,
+    ) -> None:
+        """Send a message as another library has made it: its bytes, properties and headers reach the queue as they are.
+
+        idemp adds nothing, so its consumer finds the id that the other library gave it. Any relay of idemp sends it by AMQP.
+
+        Args:
+            body: At most 16 MiB.
+            properties: Properties of AMQP, and `headers` with text, numbers, booleans, None, lists and mappings of them.
+                It is always sent as persistent.
+            to: Routing key; with the default exchange the name of a queue.
+            exchange: Name of the exchange.
+            mandatory: Whether a message that no queue takes is kept in quarantine; else the broker drops it.
+            delay: Time after COMMIT before it is sent.
+
+        Raises:
+            UnusableOutput: The body is no bytes or too large, or the properties are not AMQP's or would come back changed.
+
+        Example:
+            >>> ctx = BaseContext("billing", {}, None, None)
+            >>> ctx.forward(b"[[7], {}]", {"content_type": "application/json", "headers": {"task": "shop.pack"}}, to="celery")
+            >>> [(output.kind, output.routing_key, output.body) for output in ctx.outputs()]
+            [('forward', 'celery', b'[[7], {}]')]
+        """
+        if not isinstance(body, bytes | bytearray | memoryview) or len(body) > MAX_BODY_BYTES:
+            raise UnusableOutput(f"a forwarded body has to be bytes, at most {MAX_BODY_BYTES:,}")
+        kept = {name: value for name, value in (properties or {}).items() if value is not None}
+        own = _unchanged(kept.pop("headers", None) or {})
+        if strange := sorted(set(kept) - FOREIGN):
+            raise UnusableOutput(f"{', '.join(strange)}: not a property of AMQP: put it into the headers")
+        kept.pop("delivery_mode", None)
+        kept = {**_unchanged(kept), "headers": own}
+        if (size := _size(kept)) > LONGEST_PROPERTIES:
+            raise UnusableOutput(f"the properties have {size:,} bytes as JSON; at most {LONGEST_PROPERTIES:,} are sent")
+        if not isinstance(mandatory, bool):
+            raise UnusableOutput(NEITHER.format(mandatory))
+        if self._closed:
+            raise HandlerError(OVER)
+        wait = None if delay is None else seconds(delay, "delay")
+        check_text(to, "to", UnusableOutput)
+        self._emitted.append(Output("", FORWARD, exchange, to, kept, bytes(body), wait, mandatory, wait is None))
+
     def outputs(self) -> list[Output]:
-        """Close the context and return the emitted outputs; a second execution gives them the same ids."""
+        """Close the context and return the emitted outputs; a second execution gives them the same ids.
+
+        If the context has a result, it is the last one, of the kind `result`.
+        """
         self._closed = True
+        if self.result is not None:
+            if not isinstance(self.result, bytes) or len(self.result) > MAX_BODY_BYTES:
+                raise UnusableOutput(f"a result has to be bytes, at most {MAX_BODY_BYTES:,}")
+            self._emitted.append(Output("", RESULT, "", "", {"headers": {}}, self.result, sendable=False))
         for ordinal, output in enumerate(self._emitted):
-            due_at = output.properties["timestamp"]
+            due_at = output.properties.get("timestamp")
             output.id = output_id(self.consumer, self._claim.key, ordinal) if self._claim else uuid7(due_at)
-            output.properties["message_id"] = output.id
-            output.properties.setdefault("correlation_id", output.id)
+            if output.kind not in (FORWARD, RESULT):
+                output.properties["message_id"] = output.id
+                output.properties.setdefault("correlation_id", output.id)
         while self._events:
             output, mode, source = self._events.pop()
             write_event(output, mode, source)
@@ -179,9 +253,9 @@ class BaseContext:
         mandatory: bool = True,
     ) -> None:
         if not isinstance(mandatory, bool):
-            raise UnusableOutput(f"mandatory={mandatory!r} has to be true or false")
+            raise UnusableOutput(NEITHER.format(mandatory))
         if self._closed:
-            raise HandlerError("the handling is over, so this message would never be stored: emit it before the handler returns")
+            raise HandlerError(OVER)
         wait = None if delay is None else seconds(delay, "delay")
         # A delayed message is dated by the time at which it is due, so that a long delay does not make it late.
         properties: dict[str, Any] = {
@@ -297,18 +371,25 @@ def _size(properties: Mapping[str, Any]) -> int:
 
 
 def _headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in headers.items() if not str(name).startswith(CONTROL)}
+    return _unchanged({name: value for name, value in headers.items() if not str(name).startswith(CONTROL)})
+
+
+def _unchanged(kept: Any) -> dict[str, Any]:
+    """Return headers or properties that JSON gives back as they are."""
+    if not isinstance(kept, Mapping):
+        raise UnusableOutput(f"headers are a mapping, not a {kept.__class__.__name__}")
+    unchanged = dict(kept)
     try:
-        _check_header(kept)
-        text = json.dumps(kept, allow_nan=False, ensure_ascii=False)
+        _check_header(unchanged)
+        text = json.dumps(unchanged, allow_nan=False, ensure_ascii=False)
         text.encode()
     except UnusableOutput:
         raise
     except (TypeError, ValueError) as error:
         raise UnusableOutput(f"headers cannot be sent: {error}") from None
-    if json.loads(text) != kept:
+    if json.loads(text) != unchanged:
         raise UnusableOutput("headers would come back changed: use text, numbers, booleans, and lists and mappings of them")
-    return kept
+    return unchanged
 
 
 def _check_header(value: Any) -> None:

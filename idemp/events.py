@@ -188,14 +188,14 @@ def log(name: str, *, error: BaseException | str | None = None, **fields: Any) -
     """Log an event.
 
     Args:
-        name: A name of the table.
+        name: A name of the table. Another one, as of an adapter that is not idemp's, is a warning with its fields.
         error: Value of the field `error`; an exception becomes one safe line.
         fields: Values of the other fields in the template.
 
     Example:
         >>> log("worker.started", queue="billing")
     """
-    event = EVENTS[name]
+    event = EVENTS.get(name) or Event(name, WARNING, " ".join(f"{field}={{{field}!r}}" for field in fields), "")
     if _LOG.isEnabledFor(event.level):
         if error is not None:
             fields["error"] = error if isinstance(error, str) else describe_error(error)

@@ -28,7 +28,7 @@ from idemp.events import RUNNING, log
 from idemp.failures import RULES, Action, Decision, Phase
 from idemp.handlers import Handler, Handlers
 from idemp.handling import Handling, parts
-from idemp.messages import SPOILT, Delivery, Output
+from idemp.messages import RESULT, SPOILT, Delivery, Output
 from idemp.ports import AsyncStore, ClaimAnswer, Handled, Kind, Store, Verdict
 
 __all__ = ["Executor"]
@@ -252,6 +252,7 @@ class Executor:
         for handling, answer in zip(handlings, answers if claims else NOT_OPTED_IN, strict=False):  # after IN_FLIGHT come none
             self.running = handling
             handling.verdict, handling.outputs, handling.claimer = answer.verdict, answer.outputs, answer.worker
+            handling.result = answer.result
             if answer.verdict is Verdict.CLAIMED:
                 fresh.append((handling, answer.late))
             elif answer.verdict is Verdict.CONFLICT:  # which claims nothing, so the others can go on
@@ -290,6 +291,8 @@ class Executor:
         for handling, emitted in zip(handlings, outputs, strict=True):
             handling.outputs, handling.phase = emitted, Phase.FINISH
             handled.append(Handled(handler.consumer, handling.claim, emitted))
+            if emitted and emitted[-1].kind == RESULT:  # stored, and not sent
+                handling.outputs, handling.result = emitted[:-1], emitted[-1].body
         return handled
 
     def _call_limited(

@@ -26,6 +26,7 @@ class Handling:
     Attributes:
         properties: Of the message; other than the delivery's if it is a CloudEvent.
         outputs: What the handler emitted, or what a duplicate found.
+        result: What the handler that ran first has put into `ctx.result`.
         claimer: Name of the worker that had claimed a duplicate.
         lazy: Whether its COMMIT has waited for no disk.
         notes: For hooks.
@@ -45,6 +46,7 @@ class Handling:
     claim: Claim | None = None
     verdict: Verdict | None = None
     outputs: Sequence[Output] = ()
+    result: bytes | None = None
     phase: Phase = Phase.ACCEPT
     error: Exception | None = None
     decision: Decision | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from pydantic import BaseModel
 
-from idemp.context import FINGERPRINT, AsyncContext, Context
+from idemp.context import FINGERPRINT, AsyncContext, BaseContext, Context
 from idemp.dispatcher import Dispatcher, Sent
 from idemp.envelopes import read_delivery
 from idemp.errors import (
@@ -28,7 +28,7 @@ from idemp.joining import Caller, join
 from idemp.messages import Delivery, Refusal, encode, type_name
 from idemp.patient import PatientPublisher
 from idemp.policy import Idempotent, Policy
-from idemp.ports import Publisher, Scheduler, Verdict
+from idemp.ports import Outlet, Publisher, Scheduler, Verdict
 from idemp.process import Process
 from idemp.settings import Settings
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from idemp.sql.engine import Database
     from idemp.sql.scheduler import SqlScheduler
     from idemp.sql.store import SqlStore
+    from idemp.worker.relay_thread import RelayThread
 
 __all__ = ["AsyncInbox", "Inbox", "Outcome"]
 
@@ -55,6 +56,8 @@ class Outcome:
     Attributes:
         verdict: `CLAIMED` if the handler ran, `DUPLICATE` if it had run before.
         outputs: Number of outputs that were sent.
+        result: Bytes that the handler has put into `ctx.result`; for a duplicate, those of the first handling. None if there are
+            none, or if they were erased.
 
     Example:
         >>> Outcome(Verdict.DUPLICATE, 0).verdict.value
@@ -63,6 +66,7 @@ class Outcome:
 
     verdict: Verdict
     outputs: int
+    result: bytes | None = None
 
 
 class Inbox:
@@ -100,6 +104,7 @@ class Inbox:
             raise ConfigurationError(f"{engine!r} is not an Engine: an AsyncEngine is for AsyncInbox")
         self._engine, self._settings, self._async_engine = engine, settings or Settings(), _async_engine
         self._process: Process[tuple[SqlStore, SqlScheduler]] = Process(engine)
+        self._relay: RelayThread | None = None
 
     def wrap(
         self,
@@ -122,7 +127,7 @@ class Inbox:
             message: pydantic model of the messages.
             consumer: Scope of the inbox keys.
             policy: By default `Idempotent()`.
-            publisher: Sends the outputs; without one, a relay does.
+            publisher: Sends the outputs; without one, a relay does, at once if it is the one of `relay`.
             type: Type name; by default `__message_type__`, else package and class.
 
         Raises:
@@ -139,7 +144,7 @@ class Inbox:
         def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
             handling, scheduler = self._execute(handler, delivery)
-            return _outcome(scheduler, handling, self._dispatcher(scheduler, publisher).dispatch([handling]))
+            return _outcome(scheduler, handling, self._dispatcher(scheduler, publisher).dispatch([handling]), self._relay)
 
         return handle
 
@@ -154,6 +159,7 @@ class Inbox:
         policy: Idempotent | None = None,
         properties: Mapping[str, Any] | None = None,
         wait: float = 2.0,
+        grace: float | None = None,
     ) -> Iterator[Context]:
         """Claim a message in a transaction of your own. Commit the session after the block; a relay sends the outputs.
 
@@ -168,12 +174,14 @@ class Inbox:
             policy: By default `Idempotent()`.
             properties: AMQP properties, such as `message_id`, where the message has none of its own.
             wait: Seconds to wait for another transaction that holds the id; on MariaDB and MySQL whole ones, rounded up.
+            grace: Seconds for which relays leave the outputs to you, because you call `dispatch` after your COMMIT; 0 for a relay
+                that may start later. By default a relay sends them at once, and has to be alive.
 
         Raises:
             InFlight: Another transaction has held the id for longer; the session was rolled back.
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
-            DispatchIncomplete: Outputs were emitted and no relay is alive.
+            DispatchIncomplete: Outputs were emitted without `grace`, and no relay is alive.
             ConfigurationError: The session commits each statement (AUTOCOMMIT).
 
         Example:
@@ -183,8 +191,89 @@ class Inbox:
             ...             unit.send({"paid": True}, to="shop", type="billing.Paid")
             ...     session.commit()
         """
-        with self._claim(session, Context, Caller(session), message, consumer, type, policy, properties, wait) as unit:
+        with self._claim(session, Context, Caller(session), message, consumer, type, policy, properties, wait, grace) as unit:
             yield unit
+
+    def prepare(self, *, consumer: str, type: str, policy: Idempotent | None = None) -> None:
+        """Check the database, and register a name that `claim` will use, in a transaction of its own.
+
+        `claim` does this, too, at its first use in a process. On SQLite, which has one writer, call it before your transaction.
+
+        Args:
+            consumer: Scope of the inbox keys.
+            type: Type name.
+            policy: By default `Idempotent()`.
+
+        Raises:
+            ConfigurationError: The tables are missing, or the policy is not the one of earlier claims.
+
+        Example:
+            >>> def start(inbox: Inbox) -> None:
+            ...     inbox.prepare(consumer="billing", type="billing.Pay", policy=Idempotent(key="id"))
+        """
+        self._open(self._claiming(consumer, type, policy))
+
+    def dispatch(self, unit: Context, publisher: Publisher) -> int:
+        """Send the outputs of a block of `claim`, after your COMMIT. What is refused is left to a relay, and no error is raised.
+
+        Args:
+            unit: Of the block, which had `grace`.
+            publisher: Sends the outputs; of one thread at a time.
+
+        Returns:
+            The number of outputs that the broker has confirmed.
+
+        Example:
+            >>> def pay(inbox: Inbox, session: "Session", body: bytes, publisher: Publisher) -> None:
+            ...     with inbox.claim(session, body, consumer="billing", type="billing.Pay", grace=15.0) as unit:
+            ...         if not unit.duplicate:
+            ...             unit.send({"paid": True}, to="shop", type="billing.Paid")
+            ...     session.commit()
+            ...     inbox.dispatch(unit, publisher)
+        """
+        dispatcher, handling = self._dispatching(unit, publisher)
+        sent = self._send(dispatcher, handling)
+        return len(sent.outputs) - len(dispatcher.record(sent))
+
+    def _send(self, dispatcher: Dispatcher, handling: Handling) -> Sent:
+        with self._process.sending:  # a publisher is used by one thread at a time
+            return dispatcher.confirm(dispatcher.send([handling]))
+
+    def _dispatching(self, unit: BaseContext, publisher: Publisher) -> tuple[Dispatcher, Handling]:
+        _, scheduler = self._open(None)
+        handling = Handling(Delivery(unit.consumer, {}, b""), claim=unit._claim, outputs=unit.stored)  # noqa: SLF001
+        return self._dispatcher(scheduler, publisher), handling
+
+    def relay(self, broker: Outlet | None = None) -> RelayThread:
+        """Return the relay of this inbox: a thread that sends what is stored, for processes without a worker of idemp.
+
+        It starts with `start()`, or with the first `wake()`, which belongs after each of your COMMITs. What `wrap` has committed
+        wakes it by itself.
+
+        Args:
+            broker: Takes the outputs; by default the one that the settings name (`IDEMP_BROKER_URL`). Without it, a repeated call
+                returns the same thread.
+
+        Raises:
+            ConfigurationError: The inbox has a relay to another broker.
+
+        Example:
+            >>> def pay(inbox: Inbox, session: "Session", body: bytes) -> None:
+            ...     with inbox.claim(session, body, consumer="billing", type="billing.Pay", grace=0) as unit:
+            ...         unit.send({"paid": True}, to="shop", type="billing.Paid")
+            ...     session.commit()
+            ...     inbox.relay().wake()
+        """
+        from idemp.worker.relay_thread import RelayThread
+
+        if self._relay is None:
+            self._relay = RelayThread(lambda: self._open(None), self._settings, broker)
+        elif broker is not None and broker is not self._relay.broker:
+            raise ConfigurationError("this inbox has a relay to another broker: call relay(broker) once, before relay()")
+        return self._relay
+
+    def _claiming(self, consumer: str, type: str, policy: Idempotent | None) -> Handler:
+        return self._configured(Handler(consumer, AnyMessage, lambda _: None, policy or Idempotent(), type=type))
 
     @contextmanager
     def _claim(
@@ -198,22 +287,24 @@ class Inbox:
         policy: Idempotent | None,
         properties: Mapping[str, Any] | None,
         wait: float,
+        grace: float | None,
     ) -> Iterator[Any]:
         if not isinstance(wait, int | float) or not 0 < wait <= LONGEST_WAIT:
             raise ConfigurationError(
                 f"wait={wait!r} has to be more than 0 and at most {LONGEST_WAIT:g} seconds; nothing was claimed"
             )
-
+        if grace is not None and (not isinstance(grace, int | float) or not 0 <= grace <= LONGEST_WAIT):
+            raise ConfigurationError(f"grace={grace!r} has to be at most {LONGEST_WAIT:g} seconds; nothing was claimed")
         name = type or (type_name(message.__class__) if isinstance(message, BaseModel) else None)
         delivery = read_delivery(_delivery(consumer, name, message, properties))
         name = delivery.properties.get("type")
         if not name:
             raise UnknownType("the message does not say its type: pass type='package.Name'")
-        handler = self._configured(Handler(consumer, AnyMessage, lambda _: None, policy or Idempotent(), type=name))
+        handler = self._claiming(consumer, name, policy)
         store, scheduler = self._open(handler, apart=session.in_transaction())
         _, claim = handler.accept(delivery)
         assert claim is not None
-        rules: Any = {"wait": wait, "parks_late": handler.parks_late, "unrelayed": _refuse_to_wait}
+        rules: Any = {"wait": wait, "parks_late": handler.parks_late, "unrelayed": _refuse_to_wait, "grace": grace}
         with join(session, store, scheduler, kind, tx, claim, delivery.properties, **rules) as unit:
             yield unit
 
@@ -242,11 +333,11 @@ class Inbox:
         options = self._settings.messages.get(handler.type)
         return handler.with_options(options) if options else handler
 
-    def _open(self, handler: Handler, *, apart: bool = False) -> tuple[SqlStore, SqlScheduler]:
+    def _open(self, handler: Handler | None, *, apart: bool = False) -> tuple[SqlStore, SqlScheduler]:
         """Open the adapters at first use in a process, and register a handler once.
 
         Args:
-            handler: Its names are registered.
+            handler: Its names are registered; None registers nothing.
             apart: Whether to connect by a pool of its own, because the caller holds a connection of the engine's.
         """
         from idemp.sql.store import SqlStore
@@ -265,6 +356,8 @@ class Inbox:
             adapters = self._store(database, worker), SqlScheduler(database, worker, self._settings.lease)
             process.opened = process.opened or adapters
         store, scheduler = process.opened
+        if handler is None:
+            return store, scheduler
         known = (handler.consumer, handler.type, handler.identity)
         if known not in process.registered:
             identities = [handler.identity] if handler.identity else []
@@ -340,10 +433,6 @@ class AsyncInbox:
             raise ConfigurationError(f"{function_name(function)} is a plain function: wrap it by an Inbox")
         publisher = PatientPublisher(publisher) if publisher is not None else None
 
-        def confirm(dispatcher: Dispatcher, handling: Handling) -> Sent:
-            with inbox._process.sending:  # noqa: SLF001 - a publisher is used by one thread at a time
-                return dispatcher.confirm(dispatcher.send([handling]))
-
         async def handle(message: Any, properties: Mapping[str, Any] | None = None, *, redelivered: bool = False) -> Outcome:
             delivery = _delivery(handler.consumer, handler.type, message, properties, redelivered=redelivered)
             await self._wait_for_first(handler)
@@ -352,8 +441,8 @@ class AsyncInbox:
             if publisher is None or not handling.outputs:
                 sent = dispatcher.confirm(dispatcher.send([handling]))
             else:
-                sent = await asyncio.to_thread(confirm, dispatcher, handling)
-            return await self._run(lambda: _outcome(scheduler, handling, dispatcher.record(sent)))
+                sent = await asyncio.to_thread(inbox._send, dispatcher, handling)  # noqa: SLF001
+            return await self._run(lambda: _outcome(scheduler, handling, dispatcher.record(sent), inbox._relay))  # noqa: SLF001
 
         return handle
 
@@ -368,6 +457,7 @@ class AsyncInbox:
         policy: Idempotent | None = None,
         properties: Mapping[str, Any] | None = None,
         wait: float = 2.0,
+        grace: float | None = None,
     ) -> AsyncIterator[AsyncContext]:
         """Claim a message in a transaction of your own. Commit the session after the block; see `Inbox.claim`.
 
@@ -379,12 +469,14 @@ class AsyncInbox:
             policy: By default `Idempotent()`.
             properties: AMQP properties, such as `message_id`, where the message has none of its own.
             wait: Seconds to wait for another transaction that holds the id; on MariaDB and MySQL whole ones, rounded up.
+            grace: Seconds for which relays leave the outputs to you, because you call `dispatch` after your COMMIT; 0 for a relay
+                that may start later. By default a relay sends them at once, and has to be alive.
 
         Raises:
             InFlight: Another transaction has held the id for longer; the session was rolled back.
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
-            DispatchIncomplete: Outputs were emitted and no relay is alive.
+            DispatchIncomplete: Outputs were emitted without `grace`, and no relay is alive.
 
         Example:
             >>> async def pay(inbox: AsyncInbox, session: "AsyncSession", body: bytes) -> None:
@@ -397,7 +489,7 @@ class AsyncInbox:
 
         tx = AsyncCaller(session)
         block = self._inbox._claim(  # noqa: SLF001
-            session.sync_session, AsyncContext, tx, message, consumer, type, policy, properties, wait
+            session.sync_session, AsyncContext, tx, message, consumer, type, policy, properties, wait, grace
         )
         unit: AsyncContext = await self._run(block.__enter__)
         try:
@@ -406,6 +498,24 @@ class AsyncInbox:
             await self._run(block.__exit__, error.__class__, error, error.__traceback__)
             raise
         await self._run(block.__exit__, None, None, None)
+
+    async def prepare(self, *, consumer: str, type: str, policy: Idempotent | None = None) -> None:
+        """Check the database, and register a name that `claim` will use; see `Inbox.prepare`.
+
+        Raises:
+            ConfigurationError: The tables are missing, or the policy is not the one of earlier claims.
+        """
+        await self._run(self._inbox._open, self._inbox._claiming(consumer, type, policy))  # noqa: SLF001
+
+    async def dispatch(self, unit: AsyncContext, publisher: Publisher) -> int:
+        """Send the outputs of a block of `claim`, after your COMMIT; see `Inbox.dispatch`. The publisher is used in a thread.
+
+        Returns:
+            The number of outputs that the broker has confirmed.
+        """
+        dispatcher, handling = self._inbox._dispatching(unit, publisher)  # noqa: SLF001
+        sent = await asyncio.to_thread(self._inbox._send, dispatcher, handling)  # noqa: SLF001
+        return len(sent.outputs) - len(await self._run(dispatcher.record, sent))
 
     async def _wait_for_first(self, handler: Handler) -> None:
         """Wait for the first task to open the adapters: if all did so, each would need a connection of the pool for that.
@@ -431,7 +541,7 @@ def _refuse_to_wait(count: int) -> None:
     )
 
 
-def _outcome(scheduler: Scheduler, handling: Handling, refused: Mapping[str, Refusal]) -> Outcome:
+def _outcome(scheduler: Scheduler, handling: Handling, refused: Mapping[str, Refusal], relay: RelayThread | None) -> Outcome:
     """Return the result of a handling; raise if the message must not be acknowledged."""
     if handling.held:
         raise Unavailable(f"the database takes no work: {handling.obstacle}") from handling.error
@@ -440,6 +550,8 @@ def _outcome(scheduler: Scheduler, handling: Handling, refused: Mapping[str, Ref
     assert handling.verdict is not None
     unsent = [output for output in handling.outputs if not output.sendable or output.id in refused]
     if unsent:
+        if relay is not None:
+            relay.wake()
         text = f"the message was handled and committed; {len(unsent)} of its outputs wait for a relay"
         try:
             alive = scheduler.relay_alive()
@@ -448,7 +560,7 @@ def _outcome(scheduler: Scheduler, handling: Handling, refused: Mapping[str, Ref
             raise DispatchIncomplete(f"{text}, and {unknown}") from error
         if not alive:
             raise DispatchIncomplete(f"{text}, and none is alive: start one (idemp worker), and deliver the message again")
-    return Outcome(handling.verdict, len(handling.outputs) - len(unsent))
+    return Outcome(handling.verdict, len(handling.outputs) - len(unsent), handling.result)
 
 
 def _delivery(

@@ -125,7 +125,7 @@ class Initiating:
             if answer.verdict is Verdict.CONFLICT:
                 raise Conflict(f"the id {text!r} was taken by another message")
             unit = kind(consumer, {}, tx, claim)
-            unit.duplicate = answer.verdict is Verdict.DUPLICATE
+            unit.duplicate, unit.result = answer.verdict is Verdict.DUPLICATE, answer.result
             yield unit
             self._work.outputs = unit.outputs()
             if unit.duplicate:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from idemp.errors import Conflict, InFlight, Late
+from idemp.messages import RESULT
 from idemp.ports import Claim, Handled, Verdict
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def join(
     wait: float,
     parks_late: bool,
     unrelayed: Callable[[int], None],
+    grace: float | None = None,
 ) -> Iterator[Any]:
     """Claim an id in the transaction of a session, and store there what the block emits. If anything fails, it is rolled back.
 
@@ -63,6 +65,7 @@ def join(
         wait: Seconds to wait for another transaction that holds the id.
         parks_late: Whether a message that is older than deleted claims is refused.
         unrelayed: Is called with the number of outputs if no relay is alive that would send them.
+        grace: Seconds for which relays leave the outputs to the caller, who needs no relay then; None sends them by a relay.
 
     Raises:
         InFlight: Another transaction has held the id for longer; the session was rolled back.
@@ -98,6 +101,7 @@ def join(
     unit = kind(claim.consumer, properties, tx, claim)
     unit.duplicate = answer.verdict is Verdict.DUPLICATE
     if unit.duplicate:
+        unit.stored, unit.result = answer.outputs, answer.result
         with _undone(session):
             yield unit
         return
@@ -106,9 +110,10 @@ def join(
             yield unit
         outputs = unit.outputs()
         if outputs:
-            store.store_on(connection, [Handled(claim.consumer, claim, outputs)], 0.0)
-            if not scheduler.relay_alive(connection):
-                unrelayed(len(outputs))
+            store.store_on(connection, [Handled(claim.consumer, claim, outputs)], grace or 0.0)
+        unit.stored = [output for output in outputs if output.kind != RESULT]
+        if unit.stored and grace is None and not scheduler.relay_alive(connection):
+            unrelayed(len(unit.stored))
 
 
 @contextmanager

@@ -18,7 +18,9 @@ from idemp.errors import ConfigurationError, Unreadable, UnusableOutput
 
 __all__ = [
     "BOM",
+    "FORWARD",
     "ORDINARY",
+    "RESULT",
     "SPOILT",
     "UNREADABLE",
     "Delivery",
@@ -37,6 +39,10 @@ __all__ = [
     "type_name",
 ]
 
+FORWARD: Final = "forward"
+"""Kind of an output that another library has made: its bytes and properties are sent as they are."""
+RESULT: Final = "result"
+"""Kind of an output that is sent to no queue: duplicates get it."""
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 LONGEST_NAME: Final = 255  # bytes; AMQP's short strings
 SUSPICIOUS: Final = 2  # deaths after which a row is leased alone
@@ -116,7 +122,7 @@ class Output:
     """A message to be sent. Its id and bytes stay the same each time it is sent.
 
     Attributes:
-        kind: `publish`, `send` or `reply`.
+        kind: `publish`, `send`, `reply`, `forward` or `result`.
         exchange: Topic exchange; empty to address a queue by name.
         routing_key: Type of a published message, or the name of a queue.
         delay: Seconds after COMMIT before it is due; None for at once.

@@ -23,6 +23,7 @@ __all__ = [
     "Identity",
     "Kind",
     "NewRow",
+    "Outlet",
     "Publisher",
     "Receiver",
     "Scheduler",
@@ -145,6 +146,7 @@ class ClaimAnswer:
     Attributes:
         late: Whether claims of the age of this message have been deleted, so that a claim proves nothing.
         worker: Who had claimed a duplicate.
+        result: Body of the output of kind `result` that a duplicate finds; None if there is none.
 
     Example:
         >>> ClaimAnswer(Verdict.CLAIMED).outputs
@@ -155,11 +157,14 @@ class ClaimAnswer:
     outputs: Sequence[Output] = ()
     late: bool = False
     worker: str = ""
+    result: bytes | None = None
 
 
 @dataclass(slots=True)
 class Handled:
-    """Result of a handling, to be stored: all outputs of a claim, or the delayed ones of a type that is not opted in.
+    """What a handling emitted, to be stored: all outputs of a claim, or the delayed ones of a type that is not opted in.
+
+    An output of kind `result` is not to be sent: a duplicate brings its body in `ClaimAnswer.result`.
 
     Example:
         >>> Handled("billing", None, []).claim is None
@@ -397,18 +402,22 @@ class Receiver(Protocol):
         """Give back unacknowledged deliveries."""
 
 
-class Broker(Protocol):
-    """Queues by name, and a topic exchange whose routing keys are message types."""
+class Outlet(Protocol):
+    """The part of a broker that a relay needs."""
 
     @property
     def identity(self) -> str:
         """Text that is stored with the tables: one set of tables serves one broker."""
+
+    def publisher(self) -> Publisher:
+        """Return a new publisher."""
+
+
+class Broker(Outlet, Protocol):
+    """Queues by name, and a topic exchange whose routing keys are message types."""
 
     def declare(self, queue: str, types: Sequence[str]) -> Sequence[Finding]:
         """Make the queues NAME and NAME.unstorable, and let the first one receive published messages of these types."""
 
     def receiver(self, queue: str, prefetch: int = 40) -> Receiver:
         """Return a new receiver, to which the broker gives `prefetch` unacknowledged messages at most."""
-
-    def publisher(self) -> Publisher:
-        """Return a new publisher."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from idemp.sql.engine import Database
     from idemp.sql.store import SqlStore
 
-__all__ = ["Adapters", "Judge", "Process", "open_adapters", "raise_red"]
+__all__ = ["Adapters", "Judge", "Process", "open_adapters", "open_broker", "raise_red"]
 
 Judge = Callable[[Sequence[Finding]], None]
 T = TypeVar("T")
@@ -121,7 +121,6 @@ def open_adapters(settings: Settings, engine: Engine | AsyncEngine | None = None
         Traceback (most recent call last):
         idemp.errors.ConfigurationError: the file nowhere.db does not exist: idemp db upgrade
     """
-    from idemp.sql.broker import SqlBroker
     from idemp.sql.checks import check_broker, check_database
     from idemp.sql.engine import Database, engines, refusal_of_url, worker_name
     from idemp.sql.scheduler import SqlScheduler
@@ -130,19 +129,11 @@ def open_adapters(settings: Settings, engine: Engine | AsyncEngine | None = None
     judge = judge or raise_red
     own, asynchronous = engines(settings, engine)
     database = Database(own, settings.table_prefix, fast=settings.fast_path)
-    worker, scheme = worker_name(), settings.broker_url.partition(":")[0]
-    broker: Broker
+    worker = worker_name()
     with ExitStack() as on_error:
         on_error.callback(database.close)
         judge(check_database(database))
-        if settings.broker_url == "sql://":
-            broker = SqlBroker(database, worker, settings.lease)
-        elif adapters := list(entry_points(group="idemp.brokers", name=scheme)):
-            broker = adapters[0].load()(settings)
-        else:
-            raise ConfigurationError(
-                f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"
-            )
+        broker = open_broker(settings, database, worker)
         judge(check_broker(database, broker.identity))
         on_error.pop_all()
     store = SqlStore(database, worker, lazy=settings.commits == "group")
@@ -155,6 +146,35 @@ def open_adapters(settings: Settings, engine: Engine | AsyncEngine | None = None
         return AsyncSqlStore.beside(store, asynchronous())
 
     return Adapters(store, scheduler, broker, worker, database, open_async)
+
+
+def open_broker(settings: Settings, database: Database, worker: str) -> Broker:
+    """Return the broker that the settings name; it connects at its first use.
+
+    Args:
+        settings: Name it.
+        database: Has the queues of `sql://`.
+        worker: Name of this process.
+
+    Raises:
+        ConfigurationError: There is no adapter for it.
+
+    Example:
+        >>> open_broker(Settings(broker_url="carrier-pigeon://roof"), None, "worker-1")
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: broker_url=carrier-pigeon:… is not supported: use sql://, ...
+    """
+    scheme = settings.broker_url.partition(":")[0]
+    if settings.broker_url == "sql://":
+        from idemp.sql.broker import SqlBroker
+
+        return SqlBroker(database, worker, settings.lease)
+    if adapters := list(entry_points(group="idemp.brokers", name=scheme)):
+        broker: Broker = adapters[0].load()(settings)
+        return broker
+    raise ConfigurationError(
+        f"broker_url={scheme}:… is not supported: use sql://, amqp://USER:PASSWORD@HOST/VHOST or stomp://HOST"
+    )
 
 
 def raise_red(findings: Sequence[Finding]) -> None:

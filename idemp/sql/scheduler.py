@@ -17,7 +17,7 @@ from idemp.messages import Delivery, MessageRow, Output, Refusal, read_history, 
 from idemp.ports import NewRow
 from idemp.sql.engine import Database
 from idemp.sql.retention import LONGEST_OWN_PAUSE, LONGEST_PAUSE, STEP, UNDECIDED, Retention, catch_up
-from idemp.sql.store import output_of
+from idemp.sql.store import is_erased, output_of
 
 __all__ = ["SATURATED", "UNDECIDED", "SqlScheduler"]
 
@@ -169,7 +169,7 @@ class SqlScheduler:
             connection.execute(update(pending).where(pending.c.output_id.in_(ids)).values(due_at=now + lease))
             place = ("consumer_id", "message_key", "ordinal")
             where = and_(*(output.c[name] == pending.c[name] for name in place))
-            rows = select(output).join(pending, where).where(pending.c.output_id.in_(ids), output.c.body != b"")  # not erased
+            rows = select(output).join(pending, where).where(pending.c.output_id.in_(ids), ~is_erased(output))
             outputs = []
             for row in connection.execute(rows.order_by(*(output.c[name] for name in place))).all():
                 try:

@@ -6,26 +6,44 @@ import json
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import BigInteger, BindParameter, Connection, Double, Row, and_, bindparam, case, cast, exc, or_, select
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    ColumnElement,
+    Connection,
+    Double,
+    Row,
+    Table,
+    and_,
+    bindparam,
+    case,
+    cast,
+    exc,
+    or_,
+    select,
+)
 
 from idemp.errors import HandlerError, TransactionEnded, TransactionRolledBack
 from idemp.identity import name_number
-from idemp.messages import Output
+from idemp.messages import RESULT, Output
 from idemp.ports import Claim, ClaimAnswer, Handled, Identity, Kind, Verdict
 from idemp.sql.dialects import CLAIM_SECONDS, Ended, FastPath, Times
 from idemp.sql.engine import Database
 from idemp.sql.guard import Unit
 from idemp.sql.identities import compare, register_names
 
-__all__ = ["HEAD_START", "UNCLAIMED", "SqlStore"]
+__all__ = ["ERASED", "HEAD_START", "UNCLAIMED", "SqlStore", "is_erased", "output_of"]
 
 HEAD_START: Final = 15.0
 """Seconds for which outputs belong to the worker that stored them; longer than it waits for confirms."""
 UNCLAIMED: Final = 0
 """Consumer of delayed outputs of types that are not opted in; they have random keys."""
+ERASED: Final = {"headers": b"{}", "body": b""}
+"""Columns of an erased output. An empty body alone may be a message of another library, which has headers."""
 DAY: Final = 86_400.0
 MANY: Final = 1_000  # claims that are read back by one statement
 
@@ -169,7 +187,7 @@ class SqlStore:
             claim.former = None
             self.withdraw_on(connection, claim)
             claim.former = former
-        return ClaimAnswer(second.verdict, second.outputs, late=answer.late or second.late, worker=second.worker)
+        return replace(second, late=answer.late or second.late)
 
     def withdraw_on(self, connection: Connection, claim: Claim) -> None:
         """Delete a claim of the same transaction, and the one by the former identity."""
@@ -268,6 +286,7 @@ class SqlStore:
                 consumer, key = UNCLAIMED, self._key(UUID(bytes=secrets.token_bytes(16)))
                 kept = [output for output in each.outputs if output.delay is not None]
             for ordinal, output in enumerate(kept):
+                due_in = head_start if output.delay is None or head_start is None else output.delay
                 rows.append(
                     {
                         "consumer_id": consumer,
@@ -281,7 +300,7 @@ class SqlStore:
                         "delay": output.delay,
                         "headers": json.dumps(output.properties).encode(),
                         "body": output.body,
-                        "wait": head_start if output.delay is None or head_start is None else output.delay,
+                        "wait": None if output.kind == RESULT else due_in,
                     }
                 )
         return rows
@@ -289,8 +308,12 @@ class SqlStore:
     def _store_rows(self, connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
         if rows:
             connection.execute(self._store, rows)
-        if rows and rows[0]["wait"] is not None:
-            connection.execute(self._pend, rows)
+        pending = []
+        for row in rows:
+            if row["wait"] is not None:
+                pending.append(row)  # noqa: PERF401 - a comprehension is a call, and this runs for each delivery
+        if pending:
+            connection.execute(self._pend, pending)
 
     def intact(self, tx: Unit) -> bool:
         """Ask the driver."""
@@ -356,9 +379,19 @@ def _judge(claim: Claim, rows: Sequence[Row[Any]], original: bytes, types: set[i
     known = stored.fingerprint is not None and claim.fingerprint is not None
     if known and stored.fingerprint != claim.fingerprint and not claim.skips_conflicts:
         return ClaimAnswer(Verdict.CONFLICT)
-    return ClaimAnswer(
-        Verdict.DUPLICATE, [output for each in rows if (output := _wanted(each, claim.resends))], worker=stored.worker
-    )
+    outputs = [output for each in rows if (output := _wanted(each, claim.resends))]
+    last = rows[-1]  # where a result is
+    result = last.body if last.kind == RESULT and not _erased(last) else None
+    return ClaimAnswer(Verdict.DUPLICATE, outputs, worker=stored.worker, result=result)
+
+
+def is_erased(output: Table) -> ColumnElement[bool]:
+    """Return the condition that an output was erased."""
+    return and_(*(output.c[name] == value for name, value in ERASED.items()))
+
+
+def _erased(row: Row[Any]) -> bool:
+    return not row.body and bool(row.headers == ERASED["headers"])
 
 
 def output_of(row: Row[Any], *, sendable: bool) -> Output:
@@ -371,7 +404,7 @@ def output_of(row: Row[Any], *, sendable: bool) -> Output:
 
 def _wanted(row: Row[Any], resends: str) -> Output | None:
     """Return an output of a duplicate that is still to be sent, now or later; None for all others."""
-    if not row.body:  # erased; a stored message is JSON text, which is never empty
+    if row.kind is None or row.kind == RESULT or _erased(row):  # without outputs, one row has their columns empty
         return None
     if row.due_at is None:  # confirmed
         return output_of(row, sendable=True) if resends == "always" else None

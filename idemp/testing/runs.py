@@ -14,7 +14,7 @@ from idemp.context import CONTROL
 from idemp.envelopes import read_delivery
 from idemp.errors import TransactionEnded
 from idemp.handlers import Handler
-from idemp.messages import Delivery, Output, parse
+from idemp.messages import FORWARD, RESULT, Delivery, Output, parse
 from idemp.ports import Verdict
 from idemp.sql.engine import Database, worker_name
 from idemp.sql.store import SqlStore
@@ -186,4 +186,6 @@ def _plain(output: Output) -> list[Any]:
     """Return what has to be the same in each run; ids and times of messages are idemp's own."""
     headers = output.properties.get("headers") or {}
     own = {name: value for name, value in headers.items() if not name.startswith(CONTROL)}
-    return [output.kind, output.routing_key, output.properties["type"], output.delay, parse(output.body), own]
+    foreign = output.kind in (FORWARD, RESULT)
+    body = output.body.decode("utf-8", "backslashreplace") if foreign else parse(output.body)
+    return [output.kind, output.routing_key, output.properties.get("type"), output.delay, body, own]

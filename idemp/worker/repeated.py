@@ -42,7 +42,7 @@ class Repeated(threading.Thread):
     ) -> None:
         super().__init__(name=f"idemp-{name}", daemon=True)
         self._function, self._every, self._classify, self._failed = function, every, classify, failed
-        self._ended = threading.Event()
+        self._ended, self._woken = False, threading.Event()
         self._began: float | None = None
         self.away = False
 
@@ -55,7 +55,7 @@ class Repeated(threading.Thread):
     def run(self) -> None:
         """Run until `end`."""
         pause = self._every
-        while not self._ended.wait(pause):
+        while not self._pause(pause):
             self._began = time.monotonic()
             try:
                 again = self._function()
@@ -74,7 +74,18 @@ class Repeated(threading.Thread):
                 self.away = False
             self._began = None
 
+    def _pause(self, pause: float) -> bool:
+        """Wait, until `wake` at most; return whether the thread is to end."""
+        self._woken.wait(pause)
+        self._woken.clear()
+        return self._ended
+
+    def wake(self) -> None:
+        """Run the function now, or once more if it is running."""
+        self._woken.set()
+
     def end(self) -> None:
         """End the thread after the run that is under way."""
-        self._ended.set()
+        self._ended = True
+        self.wake()
         self.join(timeout=30.0)

@@ -15,15 +15,15 @@ from idemp.cloudevents import SOURCE
 from idemp.envelopes import read_delivery
 from idemp.errors import Unreadable
 from idemp.identity import event_id, key_scope, message_key, name_number, one_case
-from idemp.messages import Delivery, read_properties
+from idemp.messages import RESULT, Delivery, read_properties
 from idemp.sql.engine import Database
 from idemp.sql.records.failures import FailedMessage, read_failed
+from idemp.sql.store import ERASED, is_erased
 
 __all__ = ["ClaimAccount", "ClaimRecord", "InboxRecords", "OutputRecord", "readings", "shown_id"]
 
 BATCH: Final = 500  # rows of one statement; databases limit its parameters
 TYPED: Final = ("s:", "i:", "b:", "d:")  # text, integer, boolean, digest
-ERASED: Final = b""  # a stored body is JSON text, which is never empty
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class OutputRecord:
     """An output of a claim.
 
     Attributes:
-        state: `confirmed`, `pending`, `delayed`, `quarantined` or `erased`.
+        state: `confirmed`, `pending`, `delayed`, `quarantined` or `erased`; `kept` for a result, which duplicates get.
         due_at: When a relay sends it; None if no relay will.
         refusals: Refusals in a row that were its own fault.
         reason: Last reason why the broker did not take it.
@@ -109,6 +109,8 @@ class OutputRecord:
     @property
     def place(self) -> str:
         """Kind and destination."""
+        if self.kind == RESULT:
+            return "result for duplicates"
         return f"{self.kind} to {self.routing_key}{f' in {self.exchange}' if self.exchange else ''}"
 
     @property
@@ -292,7 +294,7 @@ class InboxRecords:
         output, pending, dialect = self.database.tables.output, self.database.tables.pending, self.database.dialect
         owner = {"consumer_id": self.names("consumer")[claim.consumer], "message_key": self._key(claim)}
         with self.database.short() as connection:
-            kept = select(output.c.output_id).where(self._owned(claim), output.c.body != ERASED)
+            kept = select(output.c.output_id).where(self._owned(claim), ~is_erased(output))
             ids = set(connection.scalars(dialect.lock(kept)).all())  # nothing is erased or purged meanwhile
             found = [each for each in self._outputs(connection, claim) if each.output_id in ids]
             due = [each.output_id for each in found if each.state in ("pending", "quarantined")]
@@ -319,8 +321,8 @@ class InboxRecords:
         """
         output, pending = self.database.tables.output, self.database.tables.pending
         with self.database.short() as connection:
-            erase = update(output).where(self._owned(claim), output.c.body != ERASED)
-            erased = connection.execute(erase.values(body=ERASED, headers=b"{}")).rowcount
+            erase = update(output).where(self._owned(claim), ~is_erased(output))
+            erased = connection.execute(erase.values(ERASED)).rowcount
             ids = connection.scalars(select(output.c.output_id).where(self._owned(claim))).all()
             self._change(connection, delete(pending), ids)
         return erased
@@ -462,8 +464,10 @@ def _output(row: Row[Any]) -> OutputRecord:
 
 
 def _state(row: Row[Any]) -> str:
-    if row.body == ERASED:
+    if row.body == ERASED["body"] and row.headers == ERASED["headers"]:
         return "erased"
+    if row.kind == RESULT:
+        return "kept"
     if row.due_at is None:
         return "confirmed"
     if row.quarantined_at is not None:

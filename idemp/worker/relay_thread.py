@@ -1,0 +1,128 @@
+"""A relay in a process that has no worker of idemp, such as a web server or a Celery worker."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from idemp.events import log
+from idemp.forks import forget_in_children
+from idemp.ports import Kind, Outlet, Scheduler
+from idemp.process import open_broker, raise_red
+from idemp.settings import Settings
+from idemp.worker.relay import Relay
+from idemp.worker.repeated import Repeated
+
+if TYPE_CHECKING:
+    from idemp.sql.scheduler import SqlScheduler
+    from idemp.sql.store import SqlStore
+
+__all__ = ["RelayThread"]
+
+BEAT: Final = 5.0  # seconds between heartbeats
+EVERY: Final = 1.0  # seconds between looks for what another process has left
+
+
+class RelayThread:
+    """Sends outputs that no dispatch has sent: when it is woken, and each second. `Inbox.relay` makes it.
+
+    It starts at its first use in a process, also in a forked one. Several relays take disjoint outputs.
+
+    Args:
+        opened: Returns the store and the scheduler of the process.
+        settings: Of the inbox.
+        broker: Takes the outputs; None for the one that the settings name.
+
+    Example:
+        >>> RelayThread.wake.__name__
+        'wake'
+    """
+
+    def __init__(
+        self, opened: Callable[[], tuple[SqlStore, SqlScheduler]], settings: Settings, broker: Outlet | None = None
+    ) -> None:
+        self._opened, self._settings, self.broker = opened, settings, broker
+        self._inherited: list[object] = []  # of a parent process, whose connections have to stay open
+        self._begin()
+        forget_in_children(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: Repeated | None = None
+        self._relay: Relay | None = None
+        self._next_beat = 0.0
+
+    def forget(self) -> None:
+        """Begin with nothing, in a forked child; another thread may have held the lock at the fork."""
+        self._inherited.append(self._relay)
+        self._begin()
+
+    def start(self) -> None:
+        """Start the thread if this process has none, and show life, so that outputs may be stored. Repeated calls do nothing.
+
+        Raises:
+            ConfigurationError: The tables are missing, or belong to another broker.
+            Exception: An error of the database, which is away.
+        """
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return
+            store, scheduler = self._opened()
+            if self._relay is None:
+                self._relay = self._open(store, scheduler)
+                atexit.register(self.stop)
+            scheduler.beat("relay")
+            self._next_beat = time.monotonic() + BEAT
+            turn = self._turn(scheduler, self._relay)
+            self._thread = Repeated("relay", turn, EVERY, _outage, self._failed)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Send what has just been committed; call it after COMMIT. It raises nothing: what is stored is sent later at the latest."""
+        try:
+            self.start()
+        except Exception as error:  # noqa: BLE001 - after COMMIT nothing may escape
+            log("thread.paused", thread="idemp-relay", error=error)
+        if (thread := self._thread) is not None:
+            thread.wake()
+
+    def stop(self) -> None:
+        """End the thread after what it is sending, sign off, and close the connection to the broker."""
+        with self._lock:
+            thread, relay = self._thread, self._relay
+            self._thread = self._relay = None
+        if thread is None or relay is None:
+            return
+        thread.end()
+        with suppress(Exception):  # without a word, the relay counts as alive for some seconds more
+            self._opened()[1].beat("relay", stopping=True)
+        relay.publisher.close()
+
+    def _open(self, store: SqlStore, scheduler: SqlScheduler) -> Relay:
+        from idemp.sql.checks import check_broker
+
+        broker = self.broker or open_broker(self._settings, store.database, store.worker)
+        raise_red(check_broker(store.database, broker.identity))
+        return Relay(scheduler, broker.publisher(), self._settings.publish_timeout)
+
+    def _turn(self, scheduler: Scheduler, relay: Relay) -> Callable[[], bool]:
+        def turn() -> bool:
+            if time.monotonic() >= self._next_beat:
+                scheduler.beat("relay")
+                self._next_beat = time.monotonic() + BEAT
+            return relay.turn()
+
+        return turn
+
+    def _failed(self, error: BaseException) -> None:
+        """Log an error that ended the thread; the next call of `wake` starts another."""
+        log("thread.paused", thread="idemp-relay", error=error)
+
+
+def _outage(error: BaseException) -> Kind | None:
+    """Survive all errors: without a heartbeat, claims with outputs are refused before COMMIT."""
+    return Kind.LOST if isinstance(error, Exception) else None
