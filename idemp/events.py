@@ -195,10 +195,12 @@ def log(name: str, *, error: BaseException | str | None = None, **fields: Any) -
     Example:
         >>> log("worker.started", queue="billing")
     """
-    event = EVENTS.get(name) or Event(name, WARNING, " ".join(f"{field}={{{field}!r}}" for field in fields), "")
+    event = EVENTS.get(name)
+    if error is not None and (event is None or _LOG.isEnabledFor(event.level)):
+        fields["error"] = error if isinstance(error, str) else describe_error(error)
+    if event is None:
+        event = Event(name, WARNING, " ".join(f"{field}={{{field}}}" for field in fields), "")
     if _LOG.isEnabledFor(event.level):
-        if error is not None:
-            fields["error"] = error if isinstance(error, str) else describe_error(error)
         text = f"{name}: {event.text.format_map(fields)}"
         _LOG.log(event.level, "%s", text, extra={"event": name, "fields": fields}, stacklevel=2)
 

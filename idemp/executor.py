@@ -323,7 +323,9 @@ class Executor:
         handling.phase = Phase.HANDLER
         if self.hook is not None:
             self.hook("before_handle", handling)
-        return handler.context(handler.consumer, handling.properties, tx, handling.claim, row.attempts + 1 if row else 1)
+        attempt = row.attempts + 1 if row else 1
+        handling.context = context = handler.context(handler.consumer, handling.properties, tx, handling.claim, attempt)
+        return context
 
 
 def _hold(handlings: Sequence[Handling], held: Handling) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from uuid import UUID
 
+from idemp.context import BaseContext
 from idemp.failures import Action, Decision, Phase, decide
 from idemp.handlers import Handler
 from idemp.messages import Delivery, Output
@@ -27,6 +28,7 @@ class Handling:
         properties: Of the message; other than the delivery's if it is a CloudEvent.
         outputs: What the handler emitted, or what a duplicate found.
         result: What the handler that ran first has put into `ctx.result`.
+        context: What the handler is given; None before it runs.
         claimer: Name of the worker that had claimed a duplicate.
         lazy: Whether its COMMIT has waited for no disk.
         notes: For hooks.
@@ -47,6 +49,7 @@ class Handling:
     verdict: Verdict | None = None
     outputs: Sequence[Output] = ()
     result: bytes | None = None
+    context: BaseContext | None = None
     phase: Phase = Phase.ACCEPT
     error: Exception | None = None
     decision: Decision | None = None

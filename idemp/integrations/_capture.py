@@ -8,11 +8,26 @@ from contextvars import ContextVar
 from typing import Final
 
 from idemp.context import BaseContext
+from idemp.events import RUNNING
 
 __all__ = ["capturing", "current"]
 
-current: Final[ContextVar[BaseContext | None]] = ContextVar("idemp_captured_into", default=None)
-"""The context of the handler or block that runs in this thread or task; None lets messages pass."""
+_SAID: Final[ContextVar[tuple[BaseContext | None] | None]] = ContextVar("idemp_captured_into", default=None)
+
+
+def current() -> BaseContext | None:
+    """Return the context of the block or handler that runs in this thread or task; None lets messages pass.
+
+    A handler of lists has none, because it does not say for which message it sends.
+
+    Example:
+        >>> current() is None
+        True
+    """
+    if (said := _SAID.get()) is not None:
+        return said[0]
+    running = RUNNING.get()
+    return running[0].context if len(running) == 1 else None
 
 
 @contextmanager
@@ -21,11 +36,11 @@ def capturing(context: BaseContext | None) -> Iterator[None]:
 
     Example:
         >>> with capturing(BaseContext("billing", {}, None, None)):
-        ...     current.get().consumer
+        ...     current().consumer
         'billing'
     """
-    token = current.set(context)
+    token = _SAID.set((context,))
     try:
         yield
     finally:
-        current.reset(token)
+        _SAID.reset(token)

@@ -78,6 +78,19 @@ class StoreConformance:
         handle(open_store("a"), mine)
         assert handle(open_store("b"), mine) == ClaimAnswer(Verdict.DUPLICATE, [], worker="a")
 
+    @pytest.mark.parametrize("resends", ["due", "always"])
+    def test_a_result_goes_to_duplicates_and_to_no_queue(self, open_store: Open, resends: Any) -> None:
+        mine, result = claim(), output(kind="result", routing_key="", body=b"\xff42", sendable=False)
+        handle(open_store("a"), mine, [output(), result])
+        answer = handle(open_store("b"), replace(mine, resends=resends))
+        assert answer.result == b"\xff42"
+        assert [each.kind for each in answer.outputs] == ["send"]
+
+    def test_an_empty_message_of_another_library_is_kept(self, open_store: Open) -> None:
+        mine, foreign = claim(), output(kind="forward", properties={"headers": {}}, body=b"")
+        handle(open_store("a"), mine, [foreign])
+        assert handle(open_store("b"), replace(mine, resends="pending")).outputs == [foreign]
+
     def test_what_is_not_committed_is_gone(self, open_store: Open) -> None:
         mine, store = claim(), open_store("a")
         with store.connect() as tx:

@@ -440,6 +440,25 @@ def test_a_message_keeps_its_time(broker: RabbitBroker, publisher: Any) -> None:
     assert delivery.properties["timestamp"] == 1_764_000_000  # AMQP has whole seconds
 
 
+@pytest.mark.parametrize("body", [b"[[7], {}]", b"", b"\x80\xff"])
+def test_a_message_of_another_library_arrives_as_it_was_made(
+    vhost: str, broker: RabbitBroker, publisher: Any, body: bytes
+) -> None:
+    made: dict[str, Any] = {
+        "content_type": "application/json", "content_encoding": "utf-8", "correlation_id": "c", "reply_to": "answers",
+        "priority": 3, "message_id": "its own", "timestamp": 1_764_000_000, "type": "T", "app_id": "shop", "expiration": "60000",
+        "headers": {"task": "shop.pack", "timelimit": [None, None], "idemp-fingerprint": "none", "retries": 0, "nested": {"a": [1]}},
+    }  # fmt: skip
+    ctx = Context("billing", {"message_id": "cause", "correlation_id": "other"}, None, None)
+    ctx.forward(body, {**made, "user_id": None, "delivery_mode": 1}, to="stock")
+    assert publisher.publish(ctx.outputs(), 10.0) == [None]
+    with closing(plain(vhost)) as connection:
+        _, properties, arrived = connection.channel().basic_get("stock", auto_ack=True)
+    assert arrived == body
+    del properties.headers["x-delivery-count"]  # which a quorum queue adds
+    assert {name: value for name, value in vars(properties).items() if value is not None} == {**made, "delivery_mode": 2}
+
+
 def test_a_classic_queue_is_used_with_a_warning(url: str, vhost: str, caplog: pytest.LogCaptureFixture) -> None:
     with closing(plain(vhost)) as connection:
         connection.channel().queue_declare("shop", durable=True)

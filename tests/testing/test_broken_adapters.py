@@ -53,6 +53,14 @@ def takes_no_outputs_for_new(port: Any, call: Any, tx: Any, claims: Any) -> Any:
     ]
 
 
+def sends_results(port: Any, call: Any, tx: Any, handled: Any) -> None:
+    call(tx, [replace(each, outputs=[replace(output, kind="send") for output in each.outputs]) for each in handled])
+
+
+def drops_empty_messages(port: Any, call: Any, tx: Any, claims: Any) -> Any:
+    return [replace(answer, outputs=[each for each in answer.outputs if each.body]) for answer in call(tx, claims)]
+
+
 def commits_the_claim_at_once(port: Any, call: Any, tx: Any, claims: Any) -> Any:
     answers = call(tx, claims)
     port.finish(tx, [])
@@ -320,6 +328,8 @@ def breaks(test: str, method: str, override: Override, **arguments: Any) -> tupl
 CASES = [
     breaks("a_redelivery_finds_the_outputs_in_order", "claim", reverses_outputs),
     breaks("a_handling_without_outputs_is_found", "claim", takes_no_outputs_for_new),
+    breaks("a_result_goes_to_duplicates_and_to_no_queue", "finish", sends_results, resends="always"),
+    breaks("an_empty_message_of_another_library_is_kept", "claim", drops_empty_messages),
     breaks("what_is_not_committed_is_gone", "claim", commits_the_claim_at_once),
     breaks("outputs_in_their_head_start_belong_to_their_own_worker", "claim", knows_no_grace),
     breaks(
