@@ -265,7 +265,7 @@ def test_a_relay_to_another_broker_is_refused(world: World, inbox: Inbox, caplog
 
 def test_the_relay_thread_survives_what_the_database_does(world: World, inbox: Inbox, engine: Engine) -> None:
     inbox.relay().start()
-    failing = [OSError("away"), ValueError("a bug"), OSError("away")]
+    failing = [SystemExit(1), OSError("away"), ValueError("a bug"), OSError("away")]
 
     def fail(*_: Any) -> None:
         if failing:

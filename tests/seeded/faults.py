@@ -24,6 +24,7 @@ class Fault(NamedTuple):
 PROMISES = "tests/test_promises.py::test_"
 STORE = "tests/sql/test_conformance.py::TestStore::test_"
 SCHEDULER = "tests/sql/test_conformance.py::TestScheduler::test_"
+OUTPUTS = "tests/test_inbox_outputs.py::test_"
 BULK = "tests/bulk/test_bulk.py::test_"
 BROKER = "tests/sql/test_conformance.py::TestBroker::test_"
 WAITING = "tests/worker/test_waiting.py::test_"
@@ -118,7 +119,12 @@ FAULTS = [
     ),
     Fault("context.py", "self._claim.key, ordinal)", "self._claim.key, 0)", f"{PROMISES}effect_once"),
     Fault("context.py", "if not str(name).startswith(CONTROL)}", "}", "tests/test_messages.py"),
-    Fault("context.py", "        if self._closed:", "        if False:", "tests/test_messages.py tests/test_handlers.py"),
+    Fault(
+        "context.py",
+        'raise HandlerError(OVER)\n        wait = None if delay is None else seconds(delay, "delay")\n        # A',
+        'pass\n        wait = None if delay is None else seconds(delay, "delay")\n        # A',
+        "tests/test_messages.py tests/test_handlers.py",
+    ),
     Fault(
         "context.py",
         "round(time.time() + (wait or 0.0), 3)",
@@ -363,7 +369,7 @@ FAULTS = [
     Fault(
         "bulk/core.py", "message = read_delivery(delivery)", "message = delivery", "tests/bulk/test_readings.py::test_all_ways"
     ),
-    Fault("sql/store.py", 'if rows and rows[0]["wait"] is not None:', "if rows:", f"{BULK}outputs_wait"),
+    Fault("sql/store.py", 'if row["wait"] is not None:', "if True:", f"{BULK}outputs_wait"),
     # CloudEvents, doctor, telemetry
     Fault("identity.py", "    if SOURCE in properties:\n", "    if False:\n", "tests/test_cloudevents.py::test_both_modes"),
     Fault("cloudevents.py", "if attributes[name] != own[name]:", "if False:", "tests/test_cloudevents.py::test_what_is_no_event"),
@@ -384,6 +390,29 @@ FAULTS = [
         'return "dead" if self.parked else "retry"',
         'return "retry"',
         "tests/telemetry/test_metrics.py::test_what_a_worker",
+    ),
+    # Outputs without a worker
+    Fault("sql/store.py", "return not row.body and", "return not row.body or", f"{STORE}an_empty_message"),
+    Fault("executor.py", "emitted[:-1], emitted[-1].body", "emitted, emitted[-1].body", f"{OUTPUTS}a_type_that"),
+    Fault(
+        "sql/records/claims.py",
+        "    if row.kind == RESULT:\n        return",
+        "    if False:\n        return",
+        f"{OUTPUTS}a_duplicate_gets",
+    ),
+    Fault("joining.py", "unit.stored, unit.result = answer.outputs, answer.result", "pass", f"{OUTPUTS}a_caller_sends"),
+    Fault("joining.py", "outputs)], grace or 0.0)", "outputs)], 0.0)", f"{OUTPUTS}a_caller_sends"),
+    Fault(
+        "worker/relay_thread.py",
+        "if self._thread is not None and self._thread.is_alive():",
+        "if self._thread is not None:",
+        f"{OUTPUTS}the_relay_thread_survives",
+    ),
+    Fault(
+        "worker/relay_thread.py",
+        "raise_red(check_broker(store.database, broker.identity))",
+        "pass",
+        f"{OUTPUTS}a_relay_to_another",
     ),
     # What a user's first week meets
     Fault(
