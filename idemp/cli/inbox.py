@@ -212,7 +212,11 @@ def _output_pairs(output: OutputRecord) -> Pairs:
     state = output.state
     if output.due_at is not None:
         state += f" until {moment(output.due_at)}" if state == "delayed" else f", due {moment(output.due_at)}"
-    pairs: Pairs = [(f"output {output.ordinal}", output.output_id), ("", state), ("", f"{output.type or '?'}, {output.place}")]
+    pairs: Pairs = [
+        (f"output {output.ordinal}", output.output_id),
+        ("", state),
+        ("", ", ".join(filter(None, [output.type, output.place]))),
+    ]
     if output.attempts:
         pairs.append(("", f"{counted(output.attempts, 'attempt')}, {counted(output.refusals, 'refusal')}: {output.reason}"))
     return pairs

@@ -153,7 +153,7 @@ class SqlScheduler:
             rows = select(*columns).join(pending, same).where(pending.c.output_id.in_(ids[start : start + BATCH]))
             for row in connection.execute(rows):
                 to = "its subscribers" if row.kind == "publish" else f"the queue {row.routing_key!r}"
-                counts[str(read_properties(row.headers).get("type")), to, refusals[str(row.output_id)].reason] += 1
+                counts[str(read_properties(row.headers).get("type") or row.kind), to, refusals[str(row.output_id)].reason] += 1
         return [{"count": count, "type": type, "to": to, "reason": reason} for (type, to, reason), count in counts.items()]
 
     def lease_outputs(self, limit: int, lease: float) -> list[Output]:

@@ -54,7 +54,7 @@ class RelayThread:
         self._lock = threading.Lock()
         self._thread: Repeated | None = None
         self._relay: Relay | None = None
-        self._next_beat = 0.0
+        self._next_beat, self._asked = 0.0, False
 
     def forget(self) -> None:
         """Begin with nothing, in a forked child; another thread may have held the lock at the fork."""
@@ -87,17 +87,21 @@ class RelayThread:
             self.start()
         except Exception as error:  # noqa: BLE001 - after COMMIT nothing may escape
             log("thread.paused", thread="idemp-relay", error=error)
+        self._asked = True
         if (thread := self._thread) is not None:
             thread.wake()
 
     def stop(self) -> None:
-        """End the thread after what it is sending, sign off, and close the connection to the broker."""
+        """Send what `wake` was called for, end the thread, sign off, and close the connection to the broker."""
         with self._lock:
             thread, relay = self._thread, self._relay
             self._thread = self._relay = None
         if thread is None or relay is None:
             return
         thread.end()
+        if self._asked:
+            with suppress(Exception):  # another relay sends it
+                relay.turn()
         with suppress(Exception):  # without a word, the relay counts as alive for some seconds more
             self._opened()[1].beat("relay", stopping=True)
         relay.publisher.close()
@@ -114,6 +118,7 @@ class RelayThread:
             if time.monotonic() >= self._next_beat:
                 scheduler.beat("relay")
                 self._next_beat = time.monotonic() + BEAT
+            self._asked = False
             return relay.turn()
 
         return turn
