@@ -20,6 +20,7 @@ from tests.worker.test_loop import wait_for
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "asyncio"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 def test_a_wrapped_consumer_and_an_app_take_each_payment_once(url: str, vhost: str, tmp_path: Path) -> None:
     engine = create_engine(url)

@@ -62,7 +62,7 @@ def run(machine: Any, examples: int = 200) -> None:
 
 @pytest.mark.parametrize("handler", [deposit, async_deposit])
 def test_a_handler_that_is_right_passes(handler: Any) -> None:
-    run(redelivery_machine(app_of(handler), **WORLD), examples=15)
+    run(redelivery_machine(app_of(handler), **WORLD), examples=10)
 
 
 class AcksAtOnce(MemoryBroker):
