@@ -34,6 +34,7 @@ RABBIT = "tests/brokers/test_rabbitmq.py::test_"
 GUARD = "tests/sql/test_guard.py::test_"
 DURABLE = "tests/sql/test_durability.py::test_"
 EVENTS = "tests/test_cloudevents.py::test_the_data_of_an_event"
+DJANGO = "tests/integrations/test_django.py::test_"
 INTERRUPTED = "tests/test_app.py::test_a_claim_whose_block_is_interrupted"
 
 FAULTS = [
@@ -444,4 +445,20 @@ FAULTS = [
         "tests/integrations/test_alembic.py::test_tables_in_a_schema::postgresql",
     ),
     Fault("bulk/lines.py", "isinstance(id, bool) or", "", "tests/bulk/test_file.py::test_each_line"),
+    # Django
+    Fault("integrations/django/inbox.py", "            bridge.check()\n", "", f"{DJANGO}an_error_that_was_caught"),
+    Fault("integrations/django/inbox.py", "    if unit.stored:", "    if False:", f"{DJANGO}a_function_runs_once"),
+    Fault("integrations/django/inbox.py", "durable=durable),", "savepoint=False),", f"{DJANGO}an_outer_transaction"),
+    Fault("integrations/django/bridge.py", "        self._bridge.check()\n", "", f"{DJANGO}a_handler_that_spoils"),
+    Fault("integrations/django/bridge.py", "[(ids, hook, True)", "[(ids, hook, _)", f"{DJANGO}hooks_of_on_commit"),
+    Fault("integrations/django/bridge.py", '"do_rollback", ', "", f"{DJANGO}an_outer_transaction"),
+    Fault(
+        "integrations/django/admin.py",
+        "self.has_change_permission if replays else self.has_delete_permission",
+        "self.has_view_permission",
+        f"{DJANGO}the_pages",
+    ),
+    Fault(
+        "integrations/django/tasks.py", ".total_seconds()) if task.run_after", ".total_seconds()) if False", f"{DJANGO}tasks_run"
+    ),
 ]
