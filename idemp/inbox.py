@@ -76,6 +76,9 @@ class Inbox:
         engine: SQLAlchemy engine of the database that the handlers change.
         settings: By default read from the environment.
 
+    Attributes:
+        broker: Takes what the thread of `relay` sends; None for the one that the settings name.
+
     Example:
         >>> import tempfile
         >>> from sqlalchemy import create_engine
@@ -104,6 +107,7 @@ class Inbox:
             raise ConfigurationError(f"{engine!r} is not an Engine: an AsyncEngine is for AsyncInbox")
         self._engine, self._settings, self._async_engine = engine, settings or Settings(), _async_engine
         self._process: Process[tuple[SqlStore, SqlScheduler]] = Process(engine)
+        self.broker: Outlet | None = None
         self._relay: RelayThread | None = None
 
     def wrap(
@@ -251,8 +255,7 @@ class Inbox:
         wakes it by itself.
 
         Args:
-            broker: Takes the outputs; by default the one that the settings name (`IDEMP_BROKER_URL`). Without it, a repeated call
-                returns the same thread.
+            broker: Takes the outputs; by default `self.broker`. Without it, a repeated call returns the same thread.
 
         Raises:
             ConfigurationError: The inbox has a relay to another broker.
@@ -267,7 +270,7 @@ class Inbox:
         from idemp.worker.relay_thread import RelayThread
 
         if self._relay is None:
-            self._relay = RelayThread(lambda: self._open(None), self._settings, broker)
+            self._relay = RelayThread(lambda: self._open(None), self._settings, broker or self.broker)
         elif broker is not None and broker is not self._relay.broker:
             raise ConfigurationError("this inbox has a relay to another broker: call relay(broker) once, before relay()")
         return self._relay

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from inspect import iscoroutinefunction, signature
 from typing import Any, Final, ParamSpec, TypeVar
 
 from django.db import connections, transaction
+from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from idemp.context import Context
 from idemp.errors import ConfigurationError, HandlerError, UnusableOutput
-from idemp.inbox import Inbox
+from idemp.inbox import Inbox, Outcome
 from idemp.integrations._capture import capturing, current
-from idemp.integrations.django.bridge import Bridge, own_engine
+from idemp.integrations.django.bridge import Bridge, DjangoStore, own_engine
 from idemp.policy import Idempotent
+from idemp.ports import Outlet
 from idemp.settings import Settings
+from idemp.sql.engine import Database
+from idemp.worker.relay_thread import RelayThread
 
-__all__ = ["DjangoInbox", "Keyed", "encode"]
+__all__ = ["BridgedInbox", "DjangoInbox", "Keyed", "encode"]
 
 POLICY: Final = Idempotent(key="key")
 P = ParamSpec("P")
@@ -70,6 +74,22 @@ class Keyed(AbstractContextManager[Context]):
         return run
 
 
+class BridgedInbox(Inbox):
+    """The inbox of a database of Django's, whose wrapped handlers run in Django's transactions.
+
+    Example:
+        >>> issubclass(BridgedInbox, Inbox)
+        True
+    """
+
+    def __init__(self, own: Engine, bridge: Bridge, settings: Settings) -> None:
+        super().__init__(own, settings=settings)
+        self._bridge = bridge
+
+    def _store(self, database: Database, worker: str) -> DjangoStore:
+        return DjangoStore(database, worker, self._bridge)
+
+
 class DjangoInbox:
     """The inbox of idemp in transactions of Django. The database is read from the settings at first use, not before.
 
@@ -77,6 +97,9 @@ class DjangoInbox:
         consumer: Scope of the keys, such as the name of the Django app.
         using: Alias of the database.
         prefix: Of the tables; by default that of idemp's settings (`IDEMP_TABLE_PREFIX`).
+
+    Attributes:
+        broker: Takes what the relay thread sends; None for the one of idemp's settings (`IDEMP_BROKER_URL`).
 
     Example:
         >>> inbox = DjangoInbox("shop")
@@ -94,7 +117,8 @@ class DjangoInbox:
 
     def __init__(self, consumer: str, *, using: str = "default", prefix: str | None = None) -> None:
         self.consumer, self.using, self._prefix = consumer, using, prefix
-        self._opened: dict[str, tuple[Inbox, Bridge, set[str]]] = {}  # by name: the test runner renames the database
+        self.broker: Outlet | None = None
+        self._opened: dict[str, tuple[BridgedInbox, Bridge, set[str]]] = {}  # by name: the test runner renames the database
 
     @property
     def unit(self) -> Context:
@@ -144,6 +168,29 @@ class DjangoInbox:
         """
         return Keyed(partial(self._block, type, wait, False), key)
 
+    def wrap(self, function: Callable[..., Any], **options: Any) -> Callable[..., Outcome]:
+        """Return a function that handles one message in a transaction of Django's; see `Inbox.wrap`.
+
+        Args:
+            function: Takes a message, and a context if it needs one.
+            options: Those of `Inbox.wrap`.
+
+        Raises:
+            ConfigurationError: The returned function raises if the options do not fit.
+        """
+        wrapped = cache(lambda inbox: inbox.wrap(function, **options))
+
+        def handle(*args: Any, **kwargs: Any) -> Outcome:
+            outcome: Outcome = wrapped(self._open()[0])(*args, **kwargs)
+            return outcome
+
+        return handle
+
+    def relay(self, broker: Outlet | None = None) -> RelayThread:
+        """Return the relay thread of this process; see `Inbox.relay`."""
+        self.broker = broker or self.broker
+        return self._open()[0].relay(self.broker)
+
     def prepare(self, type: str) -> None:
         """Check the tables and register the name of an operation, in transactions of idemp's own. `once` does so at its first use.
 
@@ -157,14 +204,20 @@ class DjangoInbox:
             inbox.prepare(consumer=self.consumer, type=type, policy=POLICY)
             prepared.add(type)
 
-    def _open(self) -> tuple[Inbox, Bridge, set[str]]:
+    def _open(self) -> tuple[BridgedInbox, Bridge, set[str]]:
         name = str(connections[self.using].settings_dict["NAME"])
         if name not in self._opened:
             own = own_engine(self.using)
             connections[self.using].ensure_connection()  # which Django refuses in an event loop
             settings = Settings(table_prefix=self._prefix) if self._prefix else Settings()
-            self._opened.setdefault(name, (Inbox(own, settings=settings), Bridge(self.using, own), set()))
+            bridge = Bridge(self.using, own)
+            self._opened.setdefault(name, (BridgedInbox(own, bridge, settings), bridge, set()))
         return self._opened[name]
+
+    def _wake(self, unit: Context) -> None:
+        """Let the relay thread send what a block has stored, so that no request waits for the broker."""
+        if unit.stored:
+            self.relay().wake()
 
     @contextmanager
     def _block(self, type: str, wait: float, durable: bool, key: Any) -> Iterator[Context]:
@@ -185,17 +238,11 @@ class DjangoInbox:
             capturing(unit),
         ):
             # Before the hooks of the block, one of which may raise.
-            transaction.on_commit(partial(_wake, inbox, unit), using=self.using, robust=True)
+            transaction.on_commit(partial(self._wake, unit), using=self.using, robust=True)
             yield unit
             session.flush()
             bridge.check()
             _json(lambda: json.loads(unit.result or b"null"))
-
-
-def _wake(inbox: Inbox, unit: Context) -> None:
-    """Let the relay thread send what a block has stored, so that no request waits for the broker."""
-    if unit.stored:
-        inbox.relay().wake()
 
 
 def encode(value: Any) -> bytes:
