@@ -19,3 +19,4 @@ if __name__ == "__main__":
     find("mariadbd", "mariadb-server")
     find("pgbouncer", "pgbouncer")
     find("rabbitmq-server", "rabbitmq-server", str(rabbitmq.BIN))
+    find("redis-server", "redis-server")

@@ -13,8 +13,9 @@ from tests.servers.mariadb import Mariadb
 from tests.servers.postgresql import Postgresql
 from tests.servers.process import Server
 from tests.servers.rabbitmq import Rabbitmq
+from tests.servers.redis import Redis
 
-KINDS: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql, "rabbitmq": Rabbitmq}
+KINDS: dict[str, type[Server]] = {"mariadb": Mariadb, "postgresql": Postgresql, "rabbitmq": Rabbitmq, "redis": Redis}
 
 
 class Keeper:
