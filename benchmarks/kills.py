@@ -128,9 +128,8 @@ def make(trial: Trial) -> tuple[Celery, Any]:
         options = {"autoretry_for": (Exception,), "default_retry_delay": 2 * LEASE}
         charge = idempotent_sync(backend=backend, config=config)(charge)
     elif trial.tool == "idemp":
-        from idemp.integrations.celery import install, session
-
         from idemp import Inbox
+        from idemp.integrations.celery import install, session
 
         base = install(app, Inbox(engine))
 
