@@ -35,6 +35,7 @@ GUARD = "tests/sql/test_guard.py::test_"
 DURABLE = "tests/sql/test_durability.py::test_"
 EVENTS = "tests/test_cloudevents.py::test_the_data_of_an_event"
 DJANGO = "tests/integrations/test_django.py::test_"
+CELERY = "tests/integrations/test_celery.py::test_what_a_task_sends::postgresql::"
 INTERRUPTED = "tests/test_app.py::test_a_claim_whose_block_is_interrupted"
 
 FAULTS = [
@@ -461,4 +462,8 @@ FAULTS = [
     Fault(
         "integrations/django/tasks.py", ".total_seconds()) if task.run_after", ".total_seconds()) if False", f"{DJANGO}tasks_run"
     ),
+    # Celery, on servers
+    Fault("integrations/celery.py", "if current() else producer", "if False else producer", f"{CELERY}redis"),
+    Fault("integrations/celery.py", "        with capturing(None):", "        with capturing(current()):", f"{CELERY}rabbitmq"),
+    Fault("integrations/celery.py", 'key = f"{key}#{nesting}"', "pass", f"{CELERY}redis"),
 ]

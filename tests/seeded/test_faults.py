@@ -54,6 +54,8 @@ def test_a_fault_is_caught(fault: Fault, run: Callable[[Path, list[str]], str], 
     kinds = ["not aiosqlite"]
     if fault.path != "bulk/sets.py" and not {"mariadb", "postgresql"}.intersection(names):
         kinds.append("not postgresql")  # SQLite shows it sooner
-    options = ["-n0", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", " and ".join([*names, *kinds])]
+    options = ["-n0", "-x", "-q", "-p", "no:cacheprovider", "-k", " and ".join([*names, *kinds])]
+    if fault.path != "integrations/celery.py":  # whose tests are all slow
+        options += ["-m", "not slow"]
     options += ["--timeout=120", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that the parent has imported
     assert run(tmp_path, [*options, *paths.split()]) == FAILED, (tmp_path / "out").read_text()
