@@ -1,4 +1,4 @@
-"""The consumers of docs/wrap.md, as printed but for their addresses."""
+"""The consumers of docs/wrap.md and the tasks of docs/celery.md, as printed but for their addresses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 import pika
 import pytest
 
+from tests.servers import ask
 from tests.servers.databases import query
-from tests.test_docs import BLOCK, NAMED, ROOT
+from tests.test_docs import BLOCK, CELERY, NAMED, ROOT, Reader
 from tests.worker.test_loop import wait_for
 
 
@@ -43,3 +44,19 @@ def test_a_consumer_of_the_page_takes_each_payment_once(client: str, url: str, v
             process.kill()
             process.wait()
     assert sorted(query(url, "SELECT id FROM payment")) == [(7,), (8,), (9,), (10,)], (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_the_page_of_celery_is_true(url: str, vhost: str, tmp_path: Path) -> None:
+    page = CELERY.read_text()
+    assert len(page.splitlines()) <= 150
+    places = {"amqp://localhost": vhost, "redis://localhost": ask("redis", "create_database")}
+    for printed, place in {**places, "postgresql+psycopg://localhost/shop": url}.items():
+        page = page.replace(printed, place)
+    (tmp_path / "page.md").write_text(page)
+    query(url, "CREATE TABLE payment (order_id INTEGER, cents INTEGER)")
+    reader = Reader(tmp_path)
+    reader.environment["PYTHONPATH"] = str(ROOT)
+    reader.read(tmp_path / "page.md")
+    assert query(url, "SELECT order_id, cents FROM payment") == [(7, 1200)]
