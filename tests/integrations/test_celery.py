@@ -25,12 +25,14 @@ from sqlalchemy import create_engine, make_url, text
 from idemp import ConfigurationError, Inbox
 from idemp.errors import Conflict
 from idemp.integrations.celery import CeleryBroker, install, session
+from idemp.sql.engine import Database
 from tests.integrations.celery_tasks import TABLES, WAYS, follow_ups
 from tests.servers import ask
 from tests.servers.databases import query
 from tests.servers.process import has_ended
 from tests.sql.test_outages import end_sessions, role
 from tests.worker.test_loop import wait_for
+from tests.world import let_pass
 
 pytestmark = pytest.mark.slow
 on_postgresql = pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
@@ -249,6 +251,22 @@ def test_workers_that_are_killed_lose_nothing(make_shop: Callable[..., Shop], br
     wait_for(lambda: len(shop.arrived()) == len(names))
     assert shop.arrived() == dict.fromkeys(names, 1)
     wait_for(lambda: not query(shop.database, "SELECT 1 FROM idemp_pending"))
+
+
+@on_postgresql
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_the_relay_of_a_worker_needs_no_redelivery(make_shop: Callable[..., Shop], database: Database) -> None:
+    """Redis delivers again after a minute; what was committed goes out before."""
+    shop = make_shop()
+    worker = shop.begin(1)
+    with shop.locked(1) as until:
+        id = shop.send("storm", 2, 1)
+        until(1)  # between COMMIT and send
+        shop.kill(worker)
+    let_pass(database, 20.0)  # for which relays leave it to the process that has stored it
+    shop.begin(1)
+    wait_for(lambda: shop.arrived() == {"storm 2": 1})
+    assert shop.meta(id)["status"] == "PENDING"
 
 
 @on_postgresql

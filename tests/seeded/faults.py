@@ -466,4 +466,10 @@ FAULTS = [
     Fault("integrations/celery.py", "if current() else producer", "if False else producer", f"{CELERY}redis"),
     Fault("integrations/celery.py", "        with capturing(None):", "        with capturing(current()):", f"{CELERY}rabbitmq"),
     Fault("integrations/celery.py", 'key = f"{key}#{nesting}"', "pass", f"{CELERY}redis"),
+    Fault(
+        "integrations/celery.py",
+        "return inbox.relay()",
+        "return None",
+        "tests/integrations/test_celery.py::test_the_relay::postgresql",
+    ),
 ]
