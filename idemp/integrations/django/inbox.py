@@ -208,7 +208,10 @@ class DjangoInbox:
         name = str(connections[self.using].settings_dict["NAME"])
         if name not in self._opened:
             own = own_engine(self.using)
-            connections[self.using].ensure_connection()  # which Django refuses in an event loop
+            django, fresh = connections[self.using], connections[self.using].connection is None
+            django.ensure_connection()  # which Django refuses in an event loop
+            if fresh:  # a worker that opens its relay forks later, and the children would share the connection
+                django.close()
             settings = Settings(table_prefix=self._prefix) if self._prefix else Settings()
             bridge = Bridge(self.using, own)
             self._opened.setdefault(name, (BridgedInbox(own, bridge, settings), bridge, set()))
