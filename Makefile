@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-slow check bench docs site help
+.PHONY: demo test test-slow check bench rivals docs site help
 # Two pips at once would spoil one environment.
 .NOTPARALLEL:
 
@@ -30,6 +30,9 @@ check: $(VENV)/.check  ## lint, format, types, architecture, seeded faults
 
 bench: $(VENV)/.bench  ## consumers side by side; ARGS="--peers", or names
 	$(BIN)/python -m benchmarks $(ARGS)
+
+rivals: $(VENV)/.bench  ## kill Celery workers between effect and ack, with five tools
+	$(BIN)/python -m benchmarks.kills $(ARGS)
 
 docs: $(VENV)/.test  ## write the pages that come from code or from saved runs
 	$(BIN)/python docs/generate.py

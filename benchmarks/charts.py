@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from benchmarks import kills
+
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = "benchmarks.md"
 RUNS = ("groups", "others", "slow", "peers")
@@ -149,6 +151,8 @@ def pages(page: str) -> dict[str, str]:
     for name, run in runs.items():
         place = re.compile(rf"(?<=<!-- table: {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
         page = place.sub(lambda _, run=run: f"{run.table()}\n", page, count=1)
+    killed = kills.table(json.loads((DOCS / "benchmarks/kills.json").read_text()))
+    page = re.sub(r"(?<=<!-- table: kills -->\n).*?(?=<!-- end -->)", lambda _: f"{killed}\n", page, count=1, flags=re.DOTALL)
     charts = {f"benchmarks/{name}.svg": chart([runs[each] for each in shown]) for name, shown in CHARTS.items()}
     return {PAGE: page, **charts}
 

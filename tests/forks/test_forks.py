@@ -17,7 +17,6 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pika
 import pytest
@@ -185,22 +184,6 @@ assert os.waitpid(child, 0)[1] == 0
 
 def test_a_child_does_not_wait_for_the_first_use_of_a_thread_of_its_parent() -> None:
     subprocess.run([sys.executable, "-c", FORKED_IN_A_FIRST_USE], check=True, timeout=PATIENCE)
-
-
-@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
-def test_celery(place: Place) -> None:
-    place.environment["FORKS_USED"] = "1"
-    with place.channel() as channel:
-        channel.queue_declare("celery", durable=True)
-        for number in place.todo:
-            headers = {"task": "forks.count", "id": str(uuid4()), "lang": "py"}
-            properties = pika.BasicProperties("application/json", "utf-8", headers, delivery_mode=2)
-            channel.basic_publish("", "celery", json.dumps([[number], {}, {}]), properties)
-    with place.running(
-        "celery", "-A", "tests.forks.tasks", "worker", "--concurrency=3", "--pool=prefork", "--loglevel=WARNING"
-    ) as parent:
-        place.watch(parent.pid, IDS)
-    place.check({*range(IDS)})
 
 
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)

@@ -64,7 +64,9 @@ class Keyed(AbstractContextManager[Context]):
 
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = key(*args, **kwargs) if callable(key) else parameters.bind(*args, **kwargs).arguments.get(key)
+            bound = parameters.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = key(*args, **kwargs) if callable(key) else bound.arguments[key]
             with self._block(given) as unit:
                 if not unit.duplicate:
                     unit.result = encode(function(*args, **kwargs))
