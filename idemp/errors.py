@@ -14,6 +14,7 @@ IdempError
 │   ├── TransactionEnded    it ended the transaction of its claim
 │   │   ├── BlockEnded      so did a block in a session of the caller's
 │   │   └── TransactionRolledBack
+│   │       └── BlockRolledBack  a block in a session of the caller's caught a database error
 │   ├── TimedOut            it ran for longer than its time-out
 │   └── UnusableOutput      it emitted a message that could not be published or read back
 ├── InFlight                another transaction holds the claim
@@ -34,6 +35,7 @@ from typing import ClassVar
 
 __all__ = [
     "BlockEnded",
+    "BlockRolledBack",
     "ConfigurationError",
     "Conflict",
     "DispatchIncomplete",
@@ -236,6 +238,17 @@ class TransactionRolledBack(TransactionEnded):
     """
 
     ends = "nothing was committed; catch database errors around session.begin_nested()"
+
+
+class BlockRolledBack(TransactionRolledBack):
+    """A database error was caught in a block of `Inbox.claim`, and its transaction can only be rolled back; nothing was committed.
+
+    Example:
+        >>> BlockRolledBack("a database error that it caught").committed
+        False
+    """
+
+    who = "the block"
 
 
 class UnusableOutput(HandlerError, ValueError):

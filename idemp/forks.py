@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-__all__ = ["forget_in_children", "let_go"]
+__all__ = ["forget_in_children", "let_go", "pause_at_forks"]
 
 
 class Forgetful(Protocol):
@@ -21,7 +21,18 @@ class Forgetful(Protocol):
         """Forget it, and keep it from being closed; called in a child, before anything else runs there."""
 
 
+class Pausing(Protocol):
+    """A thread of ours, which must be in no library's lock when the process forks: the child would wait for it for ever."""
+
+    def pause(self) -> None:
+        """Wait for the end of what the thread does, some seconds at most, and let it begin nothing."""
+
+    def resume(self) -> None:
+        """Let it go on, in the parent."""
+
+
 _OWNERS: WeakSet[Forgetful] = WeakSet()
+_THREADS: WeakSet[Pausing] = WeakSet()
 
 
 def forget_in_children(owner: Forgetful) -> None:
@@ -54,10 +65,32 @@ def let_go(engine: Engine | AsyncEngine) -> object:
     return former
 
 
+def pause_at_forks(thread: Pausing) -> None:
+    """Pause a thread while this process forks, as long as the object lives.
+
+    Example:
+        >>> class Thread:
+        ...     def pause(self) -> None: ...
+        ...     def resume(self) -> None: ...
+        >>> pause_at_forks(Thread())
+    """
+    _THREADS.add(thread)
+
+
+def _each(threads: list[Pausing], method: str) -> None:
+    with ExitStack() as stack:
+        for thread in threads:
+            stack.callback(getattr(thread, method))
+
+
 def _forked() -> None:
     with ExitStack() as stack:  # an error of one keeps no other from forgetting
         for owner in list(_OWNERS):
             stack.callback(owner.forget)
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(
+    before=lambda: _each(list(_THREADS), "pause"),
+    after_in_parent=lambda: _each(list(_THREADS), "resume"),
+    after_in_child=_forked,
+)

@@ -21,6 +21,7 @@ from idemp.errors import (
     UnknownType,
     describe_error,
 )
+from idemp.events import log
 from idemp.executor import Executor
 from idemp.handlers import AnyMessage, Handler, Handlers, function_name
 from idemp.handling import Handling
@@ -220,6 +221,8 @@ class Inbox:
     def dispatch(self, unit: Context, publisher: Publisher) -> int:
         """Send the outputs of a block of `claim`, after your COMMIT. What is refused is left to a relay, and no error is raised.
 
+        Outputs that are not committed, or that a relay has sent meanwhile, are not sent.
+
         Args:
             unit: Of the block, which had `grace`.
             publisher: Sends the outputs; of one thread at a time.
@@ -235,7 +238,9 @@ class Inbox:
             ...     session.commit()
             ...     inbox.dispatch(unit, publisher)
         """
-        dispatcher, handling = self._dispatching(unit, publisher)
+        if (handling := self._committed(unit)) is None:
+            return 0
+        dispatcher = self._dispatcher(self._open(None)[1], publisher)
         sent = self._send(dispatcher, handling)
         return len(sent.outputs) - len(dispatcher.record(sent))
 
@@ -243,10 +248,15 @@ class Inbox:
         with self._process.sending:  # a publisher is used by one thread at a time
             return dispatcher.confirm(dispatcher.send([handling]))
 
-    def _dispatching(self, unit: BaseContext, publisher: Publisher) -> tuple[Dispatcher, Handling]:
-        _, scheduler = self._open(None)
-        handling = Handling(Delivery(unit.consumer, {}, b""), claim=unit._claim, outputs=unit.stored)  # noqa: SLF001
-        return self._dispatcher(scheduler, publisher), handling
+    def _committed(self, unit: BaseContext) -> Handling | None:
+        """Return the outputs of a block that are pending, as other transactions see them; None if that is unknown."""
+        try:
+            pending = self._open(None)[1].pending([output.id for output in unit.stored])
+        except Exception as error:  # noqa: BLE001 - after COMMIT nothing may escape
+            log("output.unrecorded", error=error)
+            return None
+        outputs = [output for output in unit.stored if output.id in pending]
+        return Handling(Delivery(unit.consumer, {}, b""), claim=unit._claim, outputs=outputs)  # noqa: SLF001
 
     def relay(self, broker: Outlet | None = None) -> RelayThread:
         """Return the relay of this inbox: a thread that sends what is stored, for processes without a worker of idemp.
@@ -296,8 +306,9 @@ class Inbox:
             raise ConfigurationError(
                 f"wait={wait!r} has to be more than 0 and at most {LONGEST_WAIT:g} seconds; nothing was claimed"
             )
-        if grace is not None and (not isinstance(grace, int | float) or not 0 <= grace <= LONGEST_WAIT):
-            raise ConfigurationError(f"grace={grace!r} has to be at most {LONGEST_WAIT:g} seconds; nothing was claimed")
+        usable = isinstance(grace, int | float) and not isinstance(grace, bool) and 0 <= grace <= LONGEST_WAIT
+        if grace is not None and not usable:
+            raise ConfigurationError(f"grace={grace!r} has to be 0 to {LONGEST_WAIT:g} seconds; nothing was claimed")
         name = type or (type_name(message.__class__) if isinstance(message, BaseModel) else None)
         delivery = read_delivery(_delivery(consumer, name, message, properties))
         name = delivery.properties.get("type")
@@ -516,7 +527,10 @@ class AsyncInbox:
         Returns:
             The number of outputs that the broker has confirmed.
         """
-        dispatcher, handling = self._inbox._dispatching(unit, publisher)  # noqa: SLF001
+        inbox = self._inbox
+        if (handling := await self._run(inbox._committed, unit)) is None:  # noqa: SLF001
+            return 0
+        dispatcher = inbox._dispatcher(inbox._open(None)[1], publisher)  # noqa: SLF001 - opened by `claim`
         sent = await asyncio.to_thread(self._inbox._send, dispatcher, handling)  # noqa: SLF001
         return len(sent.outputs) - len(await self._run(dispatcher.record, sent))
 

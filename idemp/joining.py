@@ -73,6 +73,7 @@ def join(
         Late: Claims of the message's age have been deleted.
         ConfigurationError: The session commits each statement (AUTOCOMMIT).
         BlockEnded: The block has ended the transaction of the claim, or tried to commit it: outputs would be lost.
+        BlockRolledBack: The block has caught a database error, after which the transaction can only be rolled back.
 
     Example:
         >>> join.__name__
@@ -106,7 +107,7 @@ def join(
             yield unit
         return
     with _undone(session):
-        with kept_open(session, connection):
+        with kept_open(session, connection, store.database.dialect):
             yield unit
         outputs = unit.outputs()
         if outputs:

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from uuid import UUID
 from weakref import WeakSet
@@ -16,7 +16,7 @@ from weakref import WeakSet
 import pytest
 from kombu import Connection, Exchange, Queue
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Engine, create_engine, exc, select
+from sqlalchemy import Engine, create_engine, exc, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -40,7 +40,7 @@ from idemp import (
     forks,
 )
 from idemp.dispatcher import Dispatcher
-from idemp.errors import HandlerError, UnknownType, UnusableOutput
+from idemp.errors import BlockEnded, BlockRolledBack, HandlerError, UnknownType, UnusableOutput
 from idemp.sql.broker import SqlBroker
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.store import SqlStore
@@ -695,6 +695,51 @@ def test_an_initiation_that_cannot_be_stored_rolls_the_session_back(world: World
 
 
 @every_database
+def test_a_block_that_catches_a_database_error_is_no_success(world: World, engine: Engine) -> None:
+    """On PostgreSQL, COMMIT would roll back without an error; elsewhere, the transaction is as good as before."""
+    inbox = Inbox(engine)
+    options: Any = {"consumer": "billing", "type": "shop.Pay", "policy": Idempotent(key="id")}
+    refused = engine.dialect.name == "postgresql"
+    ended: Any = pytest.raises(BlockRolledBack, match="nothing was committed") if refused else nullcontext()
+    with Session(engine) as session:
+        with ended, inbox.claim(session, {"id": 1}, **options):
+            session.execute(effect.insert(), {"what": "1"})
+            with suppress(exc.DBAPIError):
+                session.execute(text("SELECT * FROM nowhere"))
+        session.commit()
+    assert (world.claims(), world.effects()) == ((0, {}) if refused else (1, {"1": 1}))
+
+
+@every_database
+def test_blocks_are_nested_and_their_transaction_is_proven(world: World, engine: Engine) -> None:
+    inbox = Inbox(engine)
+    options: Any = {"consumer": "billing", "policy": Idempotent(key="id")}
+    for type in ("shop.Pay", "shop.Order"):
+        inbox.prepare(type=type, **options)
+    with Session(engine) as session:
+        with inbox.claim(session, {"id": 1}, type="shop.Pay", **options), session.begin_nested():
+            with inbox.claim(session, {"id": 2}, type="shop.Order", **options):
+                session.execute(effect.insert(), {"what": "1"})
+            session.execute(effect.insert(), {"what": "2"})
+        session.commit()
+    assert (world.claims(), world.effects()) == (2, {"1": 1, "2": 1})
+
+
+@pytest.mark.parametrize("kind", ["mariadb"], indirect=True)
+def test_a_block_whose_statement_commits_is_found(world: World, engine: Engine) -> None:
+    inbox = Inbox(engine)
+    options: Any = {"consumer": "billing", "type": "shop.Pay", "policy": Idempotent(key="id")}
+    with (
+        Session(engine) as session,
+        pytest.raises(BlockEnded, match="check with idemp inbox show"),
+        inbox.claim(session, {"id": 1}, **options) as unit,
+    ):
+        session.execute(text("CREATE TABLE other (id integer)"))
+        unit.send(Paid(), to=SINK)
+    assert (world.claims(), world.pending()) == (1, 0)
+
+
+@every_database
 @pytest.mark.filterwarnings("ignore:transaction already deassociated")
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("claims", [False, True])
@@ -707,6 +752,7 @@ def test_a_block_that_ends_its_transaction_loses_no_output(world: World, engine:
         (lambda session: session.rollback(), False),
         (lambda session: session.connection().commit(), True),
         (lambda session: session.close(), False),
+        (lambda session: session.connection().connection.driver_connection.rollback(), False),
     ]
     for number, (end, commits) in enumerate(ends):
         before = world.effects()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -145,6 +146,16 @@ def test_a_caller_sends_after_its_own_commit(world: World, inbox: Inbox, engine:
     assert (world.pending(), len(world.rows(SINK)), pay(inbox, engine).stored) == (0, 1, [])
 
 
+def test_what_is_not_committed_is_not_sent(world: World, inbox: Inbox, engine: Engine) -> None:
+    inbox.prepare(consumer="billing", type="billing.Pay", policy=POLICY)
+    with Session(engine) as session:
+        with inbox.claim(session, {"id": 7}, consumer="billing", type="billing.Pay", policy=POLICY, grace=600.0) as unit:
+            unit.send({"paid": True}, to=SINK, type="billing.Paid")
+        session.rollback()
+    assert inbox.dispatch(unit, world.broker.publisher()) == 0
+    assert world.rows(SINK) == []
+
+
 def test_what_the_broker_refuses_stays_for_a_relay(world: World, inbox: Inbox, engine: Engine) -> None:
     class Away:
         def send(self, outputs: Any) -> None:
@@ -250,6 +261,26 @@ def test_a_forked_process_has_a_relay_of_its_own(world: World, inbox: Inbox, eng
     pay(inbox, engine, 8)
     inbox.relay().wake()
     wait_for(lambda: len(world.rows(SINK)) == 2)
+
+
+def test_a_fork_waits_for_a_turn_of_the_relay(world: World, inbox: Inbox, engine: Engine) -> None:
+    """In a child, a lock of SQLite's that the thread had at the fork would stay taken."""
+    children = []
+    for number in range(25):
+        pay(inbox, engine, number)
+        inbox.relay().wake()
+        engine.dispose()
+        if not (child := os.fork()):
+            pay(inbox, engine, number)
+            os._exit(0)
+        children.append(child)
+    wait_for(lambda: all(_ended(child) for child in children))
+
+
+def _ended(child: int) -> bool:
+    with suppress(ChildProcessError):
+        return os.waitpid(child, os.WNOHANG)[0] != 0
+    return True
 
 
 def test_a_relay_to_another_broker_is_refused(world: World, inbox: Inbox, caplog: pytest.LogCaptureFixture) -> None:

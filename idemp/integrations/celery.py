@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any, Final
+from uuid import UUID
 
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from idemp.context import FINGERPRINT, FOREIGN, Context
-from idemp.errors import ConfigurationError, UnusableOutput, needs
+from idemp.errors import ConfigurationError, UnusableOutput, describe_error, needs
 from idemp.events import log
 from idemp.handlers import AnyMessage
 from idemp.inbox import Inbox, Outcome
@@ -25,6 +28,7 @@ from idemp.messages import Output, Refusal
 from idemp.policy import Duration, Idempotent
 
 with needs("celery"):
+    from amqp.exceptions import ChannelError
     from celery import Celery, Task, bootsteps, current_task, signature
     from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
     from kombu import compression
@@ -32,6 +36,7 @@ with needs("celery"):
 
 __all__ = ["CeleryBroker", "IdempotentTask", "install", "session"]
 
+UNSENDABLE: Final = (ChannelError, struct.error, TypeError, ValueError)  # errors of one output, not of the connection
 PAUSE: Final = 1.0  # seconds before a task is given back to its queue
 OPEN: Final = (InterfaceError, OperationalError, SoftTimeLimitExceeded)  # after the body, they leave open what was committed
 VISIBILITY: Final = {"redis": 3600.0, "sqs": 1800.0}  # seconds, by kombu's default; then a task under way is delivered again
@@ -68,7 +73,7 @@ class _Run:
         request, self.returned, ignored = self.request, False, False
         request.children.clear()  # of a run that was rolled back
         try:
-            with capturing(ctx):
+            with capturing(ctx, self.task.broker):
                 try:
                     self.value = self.task.run(*self.args, **self.kwargs)
                     if not request.is_eager:
@@ -94,11 +99,12 @@ class _Run:
             signature(following, app=app).apply_async((self.value,), chain=rest, **options)
 
     def message(self) -> dict[str, Any]:
-        """Return what is claimed: the key, and the arguments, by name."""
+        """Return what is claimed: the key, and a digest of all arguments by name, as the body gets them."""
         bound = inspect.signature(self.task.run).bind(*self.args, **self.kwargs)
-        arguments = json.dumps(bound.arguments, sort_keys=True)
         bound.apply_defaults()
         key = bound.arguments.get(self.task.idempotency_key or "", self.request.id)
+        key = str(key) if isinstance(key, UUID) else key
+        arguments = sha256(json.dumps(bound.arguments, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         if nesting := getattr(self.request, "replaced_task_nesting", None):  # a replacement has the task id of the replaced one
             key = f"{key}#{nesting}"
         return {"id": key, "arguments": arguments}
@@ -122,6 +128,7 @@ class IdempotentTask(Task):
     reject_on_worker_lost = True
     idempotency_key: str | None = None
     retention: Duration = "7d"
+    broker: CeleryBroker
     _wrap: Callable[..., Callable[..., Outcome]]
     _handle: Callable[..., Outcome]
 
@@ -131,7 +138,7 @@ class IdempotentTask(Task):
         if request.id is None or request.called_directly or hasattr(request, "idemp_run"):  # by its own body
             return super().__call__(*args, **kwargs)
         if request.is_eager and isinstance(unit, Context):  # sent by a task whose transaction is open
-            with unit.session.begin_nested():
+            with _savepoint(unit):
                 return self.run(*args, **kwargs)
         run = request.idemp_run = _Run(self, args, kwargs)
         outcome = self._settle(run)
@@ -155,8 +162,12 @@ class IdempotentTask(Task):
         """Wrap the task as a handler.
 
         Raises:
-            ConfigurationError: The retention is no duration.
+            ConfigurationError: The retention is no duration, or the class is not the one that `install` has returned.
         """
+        if not hasattr(cls, "_wrap"):
+            raise ConfigurationError(
+                f"{cls.name} has a base class that is not installed: use the one that install(app, inbox) returns"
+            )
         policy = Idempotent(key="id", retention=cls.retention)
         cls._handle = staticmethod(cls._wrap(lambda _, ctx: current_task.request.idemp_run(ctx), type=cls.name, policy=policy))
 
@@ -176,6 +187,7 @@ class IdempotentTask(Task):
             except Exception as error:
                 what = fate(error)
                 settled = what is Fate.DEAD or (run.returned and what is Fate.REQUEUE and not isinstance(error, OPEN))
+                settled = settled or isinstance(error, UnusableOutput)  # also of arguments that cannot be claimed
                 if error is run.error or request.is_eager or settled:
                     raise
                 pause, again = min(2 * pause or FIRST_PAUSE, LONGEST_PAUSE), True
@@ -187,10 +199,24 @@ class IdempotentTask(Task):
                     raise Reject(error, requeue=True) from error
 
 
+@contextmanager
+def _savepoint(unit: Context) -> Iterator[None]:
+    """Begin a savepoint; if the block raises, what it has sent is forgotten, too."""
+    emitted = len(unit._emitted)  # noqa: SLF001
+    try:
+        with unit.session.begin_nested():
+            yield
+    except BaseException:
+        del unit._emitted[emitted:]  # noqa: SLF001
+        raise
+
+
 def _record(unit: Any, body: Any, exchange: Any = "", routing_key: str = "", headers: Any = None, **options: Any) -> None:
     """Store what Celery would publish, as Celery has routed it."""
-    if options["serializer"] != "json" or options.get("expiration"):
-        raise UnusableOutput("an idempotent task sends JSON without expiration: use serializer='json' and expires=…")
+    if options["serializer"] != "json":
+        raise UnusableOutput("an idempotent task sends JSON: use serializer='json'")
+    if options.get("expiration") is not None:
+        options["expiration"] = str(int(1000 * options["expiration"]))  # milliseconds, as AMQP has it
     data, headers = json.dumps(body).encode(), json.loads(json.dumps(headers))
     headers |= {name: (headers.get(name) or "")[:250] for name in ("argsrepr", "kwargsrepr")}  # for logs; there is little room
     if options.get("compression"):
@@ -232,20 +258,29 @@ class CeleryBroker:
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:
         """Send each output, and wait for its confirm. Any error costs the connection: a late confirm would be another's."""
-        deadline, thread, queues = time.monotonic() + timeout, threading.get_native_id(), self._app.amqp.queues
-        try:
-            if thread not in self._producers:  # also in a forked process: its parent's connection is not touched
-                connection = self._app.connection_for_write(heartbeat=0).ensure_connection(max_retries=1)
-                self._producers[thread] = connection.Producer()
-            for each in outputs:
-                left, name, exchange = max(deadline - time.monotonic(), 0.1), each.routing_key, each.exchange
-                options = {"timeout": left, "confirm_timeout": left, "mandatory": each.mandatory, **each.properties}
-                known = [it for it in queues.values() if it.exchange.name == exchange] if exchange else [queues[name]]
-                self._producers[thread].publish(each.body, name, exchange=exchange, declare=known, delivery_mode=2, **options)
-        except BaseException:
-            self.close()
-            raise
-        return [None] * len(outputs)
+        deadline, answers = time.monotonic() + timeout, list[Refusal | None]()
+        for each in outputs:
+            try:
+                self._publish(each, max(deadline - time.monotonic(), 0.1))
+                answers.append(None)
+            except UNSENDABLE as error:
+                self.close()
+                answers.append(Refusal(describe_error(error), own=True))
+            except BaseException:
+                self.close()
+                raise
+        return answers
+
+    def _publish(self, output: Output, left: float) -> None:
+        thread, queues, name, exchange = threading.get_native_id(), self._app.amqp.queues, output.routing_key, output.exchange
+        if thread not in self._producers:  # also in a forked process: its parent's connection is not touched
+            connection = self._app.connection_for_write(heartbeat=0).ensure_connection(max_retries=1)
+            self._producers[thread] = connection.Producer()
+        options = {"timeout": left, "confirm_timeout": left, "mandatory": output.mandatory, **output.properties}
+        if "expiration" in options:
+            options["expiration"] = int(options["expiration"]) / 1000
+        known = [it for it in queues.values() if it.exchange.name == exchange] if exchange else [queues[name]]
+        self._producers[thread].publish(output.body, name, exchange=exchange, declare=known, delivery_mode=2, **options)
 
     def close(self) -> None:
         """Close the connection of this thread."""
@@ -260,7 +295,10 @@ def install(app: Celery, inbox: Inbox) -> type[IdempotentTask]:
 
     Args:
         app: Its configuration may follow.
-        inbox: On the database that the tasks change.
+        inbox: On the database that the tasks change; of this app alone.
+
+    Raises:
+        ConfigurationError: Another app was installed on the inbox.
 
     Example:
         >>> from sqlalchemy import create_engine
@@ -270,11 +308,14 @@ def install(app: Celery, inbox: Inbox) -> type[IdempotentTask]:
         ... def take_payment(payment_id: int, cents: int) -> None:
         ...     session().execute(...)
     """
+    if inbox.broker is not None:
+        raise ConfigurationError("this inbox has a broker: give each app an inbox and tables of its own (IDEMP_TABLE_PREFIX)")
     broker = inbox.broker = CeleryBroker(app)
     sender = cache(app.amqp._create_task_sender)  # noqa: SLF001 - made at its first use, because it reads the configuration
 
     def send(producer: Any, name: str, message: Any, **options: Any) -> Any:
-        return sender()(SimpleNamespace(publish=partial(_record, current())) if current() else producer, name, message, **options)
+        unit = current(broker)
+        return sender()(SimpleNamespace(publish=partial(_record, unit)) if unit else producer, name, message, **options)
 
     def create(_step: Any, _worker: Any) -> Any:
         if found := [*_faults(app, broker.identity.partition(":")[0])]:
@@ -285,7 +326,7 @@ def install(app: Celery, inbox: Inbox) -> type[IdempotentTask]:
     step = {"create": create, "requires": ("celery.worker.components:Pool",), "__module__": __name__}
     app.steps["worker"].add(type("Relay", (bootsteps.StartStopStep,), step))
     wrap = staticmethod(partial(inbox.wrap, message=AnyMessage, consumer=app.main or "celery", publisher=broker))
-    return type("Installed", (IdempotentTask,), {"_wrap": wrap})
+    return type("Installed", (IdempotentTask,), {"_wrap": wrap, "broker": broker})
 
 
 def _faults(app: Celery, kind: str) -> Iterator[str]:

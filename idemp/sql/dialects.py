@@ -130,6 +130,14 @@ class Dialect(ABC):
     def mark(self, connection: Connection, name: str, inbox: Table) -> None:
         """Mark a transaction, so that `prove` can distinguish it from a later one; limit how long claims wait for others."""
 
+    @abstractmethod
+    def mark_within(self, connection: Connection, name: str) -> None:
+        """Mark the transaction of a caller's; marks may be nested."""
+
+    def prove_within(self, connection: Connection, name: str) -> bool:
+        """Return whether the transaction is the one that `mark_within` marked last; take the mark away."""
+        return self.prove(connection, name)
+
     def claim_statement(self, inbox: Table) -> Insert:
         """Return the INSERT of a claim."""
         return self.insert_new(inbox, ["consumer_id", "message_key"]).returning(inbox.c.type_id)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Self
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, event, exc
 from sqlalchemy.orm import Session
 
-from idemp.errors import BlockEnded, HandlerError, TransactionEnded
-from idemp.ports import Claim
-from idemp.sql.dialects import Ended, FastPath
+from idemp.errors import BlockEnded, BlockRolledBack, HandlerError, TransactionEnded
+from idemp.ports import Claim, Kind
+from idemp.sql.dialects import Dialect, Ended, FastPath
 from idemp.sql.engine import Database
 
 __all__ = ["HandlerSession", "Unit", "kept_open"]
@@ -259,17 +259,20 @@ def _is_partial(statement: str) -> bool:
 
 
 @contextmanager
-def kept_open(session: Session, connection: Connection) -> Iterator[None]:
-    """Refuse a commit of a caller's session in this block, and see another end of its transaction.
+def kept_open(session: Session, connection: Connection, dialect: Dialect) -> Iterator[None]:
+    """Refuse a commit of a caller's session in this block, and find another end of its transaction.
 
-    What the block emits is stored after it, and has to be in the transaction of its claim.
+    What the block emits is stored after it, and its caller commits after that: both have to be in the transaction of the claim. On
+    PostgreSQL, the COMMIT of a transaction in which an error was caught rolls back without an error.
 
     Raises:
         BlockEnded: The block has ended the transaction, or tried to commit it.
+        BlockRolledBack: It has caught a database error, after which the transaction can only be rolled back.
 
     Example:
         >>> from sqlalchemy import create_engine
-        >>> with Session(create_engine("sqlite://")) as session, kept_open(session, session.connection()):
+        >>> from idemp.sql.sqlite import SqliteDialect
+        >>> with Session(create_engine("sqlite://")) as session, kept_open(session, session.connection(), SqliteDialect()):
         ...     session.commit()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         idemp.errors.BlockEnded: the block ended the transaction of its claim by session.commit(): ...
@@ -279,11 +282,24 @@ def kept_open(session: Session, connection: Connection) -> Iterator[None]:
         if not session.in_nested_transaction():
             raise BlockEnded("session.commit()")
 
-    ours, root = session.get_transaction(), connection.get_transaction()
+    ours, root, name = session.get_transaction(), connection.get_transaction(), f"idemp_{secrets.token_hex(8)}"
+    dialect.mark_within(connection, name)
     event.listen(session, "before_commit", refuse)
     try:
         yield
         if session.get_transaction() is not ours or connection.closed or connection.get_transaction() is not root:
             raise BlockEnded("a commit or a rollback", committed=None)
+        _prove(connection, dialect, name)
     finally:
         event.remove(session, "before_commit", refuse)
+
+
+def _prove(connection: Connection, dialect: Dialect, name: str) -> None:
+    try:
+        same = dialect.prove_within(connection, name)
+    except exc.DBAPIError as error:
+        if dialect.classify(error) is not Kind.OTHER:
+            raise
+        raise BlockRolledBack("a database error that it caught") from error
+    if not same:
+        raise BlockEnded("a commit or a rollback below SQLAlchemy", committed=None)

@@ -195,6 +195,9 @@ class MysqlDialect(Dialect):
         _run(connection, "START TRANSACTION")  # SAVEPOINT alone begins none in the books of the driver
         _run(connection, f"SAVEPOINT {name}")
 
+    def mark_within(self, connection: Connection, name: str) -> None:
+        _run(connection, f"SAVEPOINT {name}")
+
     def prove(self, connection: Connection, name: str) -> bool:
         try:
             _run(connection, f"RELEASE SAVEPOINT {name}")

@@ -70,6 +70,9 @@ def _same(key: UUID) -> UUID:
     return key
 
 
+MARKED: Final = "current_setting('idemp.mark',true)"
+
+
 class PostgresqlDialect(Dialect):
     """PostgreSQL.
 
@@ -147,6 +150,14 @@ class PostgresqlDialect(Dialect):
 
     def prove(self, connection: Connection, name: str) -> bool:
         return _value(connection, "SELECT current_setting('idemp.mark', true)") == name
+
+    def mark_within(self, connection: Connection, name: str) -> None:
+        _value(connection, f"SELECT set_config('idemp.mark',concat({MARKED},'/{name}'),true)")
+
+    def prove_within(self, connection: Connection, name: str) -> bool:
+        length = len(name) + 1
+        rest = f"set_config('idemp.mark',left({MARKED},-{length}),true)||'.'"
+        return bool(_value(connection, f"SELECT CASE right({MARKED},{length}) WHEN '/{name}' THEN {rest} END"))
 
     def is_open(self, connection: Connection) -> bool:
         driver: Any = connection.connection.driver_connection

@@ -107,6 +107,15 @@ class SqlScheduler:
                 for start in range(0, len(todo), BATCH):  # databases limit the parameters of a statement
                     connection.execute(self._confirm, {"ids": todo[start : start + BATCH]})
 
+    def pending(self, ids: Sequence[str]) -> set[str]:
+        """Return which outputs have a pending row."""
+        pending, found = self.database.tables.pending, set[str]()
+        with self.database.short() as connection:
+            for start in range(0, len(ids), BATCH):
+                rows = select(pending.c.output_id).where(pending.c.output_id.in_(ids[start : start + BATCH]))
+                found.update(str(id) for id in connection.scalars(rows))
+        return found
+
     def refuse(self, refusals: Mapping[str, Refusal]) -> None:
         """Postpone outputs with growing pauses. Refusals that are their own fault put them into quarantine, after 11 minutes.
 

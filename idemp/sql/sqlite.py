@@ -112,6 +112,9 @@ class SqliteDialect(Dialect):
     def mark(self, connection: Connection, name: str, _inbox: Table) -> None:
         _run(connection, f"SAVEPOINT {name}")
 
+    def mark_within(self, connection: Connection, name: str) -> None:
+        _run(connection, f"SAVEPOINT {name}")
+
     def prove(self, connection: Connection, name: str) -> bool:
         try:
             _run(connection, f"RELEASE {name}")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from idemp.events import log
-from idemp.forks import forget_in_children
+from idemp.forks import forget_in_children, pause_at_forks
 from idemp.ports import Kind, Outlet, Scheduler
 from idemp.process import open_broker, raise_red
 from idemp.settings import Settings
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RelayThread"]
 
 BEAT: Final = 5.0  # seconds between heartbeats
+PATIENCE: Final = 2.0  # seconds that a fork waits for a turn, which may be waiting for the broker
 EVERY: Final = 1.0  # seconds between looks for what another process has left
 
 
@@ -49,12 +50,23 @@ class RelayThread:
         self._inherited: list[object] = []  # of a parent process, whose connections have to stay open
         self._begin()
         forget_in_children(self)
+        pause_at_forks(self)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._thread: Repeated | None = None
         self._relay: Relay | None = None
         self._next_beat, self._asked = 0.0, False
+        self._turning, self._paused = threading.Lock(), False
+
+    def pause(self) -> None:
+        """Wait for the end of a turn before a fork: in a child, a lock of SQLite's that the thread has would stay taken."""
+        self._paused = self._turning.acquire(timeout=PATIENCE)
+
+    def resume(self) -> None:
+        """Go on after a fork."""
+        if self._paused:
+            self._turning.release()
 
     def forget(self) -> None:
         """Begin with nothing, in a forked child; another thread may have held the lock at the fork."""
@@ -115,11 +127,12 @@ class RelayThread:
 
     def _turn(self, scheduler: Scheduler, relay: Relay) -> Callable[[], bool]:
         def turn() -> bool:
-            if time.monotonic() >= self._next_beat:
-                scheduler.beat("relay")
-                self._next_beat = time.monotonic() + BEAT
-            self._asked = False
-            return relay.turn()
+            with self._turning:
+                if time.monotonic() >= self._next_beat:
+                    scheduler.beat("relay")
+                    self._next_beat = time.monotonic() + BEAT
+                self._asked = False
+                return relay.turn()
 
         return turn
 

@@ -88,6 +88,7 @@ WAYS: dict[str, Any] = {
     "delay": arrive.delay,
     "send_task": lambda name: app.send_task(arrive.name, [name]),
     "countdown": lambda name: arrive.apply_async((name,), countdown=0.5),
+    "expires": lambda name: arrive.apply_async((name,), expires=60),
     "compressed": lambda name: arrive.apply_async((name,), compression="gzip"),
     "group": lambda name: canvas.group(arrive.s(f"{name}/{number}") for number in range(2)).delay(),
     "chain": lambda name: canvas.chain(arrive.s(name), arrive.s(), arrive.s()).delay(),

@@ -23,8 +23,10 @@ from celery.contrib.testing.worker import start_worker
 from sqlalchemy import create_engine, make_url, text
 
 from idemp import ConfigurationError, Inbox
+from idemp.context import BaseContext
 from idemp.errors import Conflict
-from idemp.integrations.celery import CeleryBroker, install, session
+from idemp.integrations._capture import capturing, current
+from idemp.integrations.celery import CeleryBroker, IdempotentTask, install, session
 from idemp.sql.engine import Database
 from tests.integrations.celery_tasks import TABLES, WAYS, follow_ups
 from tests.servers import ask
@@ -182,7 +184,12 @@ def test_each_task_ends_once(make_shop: Callable[..., Shop], url: str, role: str
     shop.send("work", "twice", "delay", id=first)
     assert shop.result(first) == "twice:done"
     # An own key: positional or by name, and with a default, it is the same; another amount is a conflict.
-    assert [shop.result(shop.send("pay", 7, kwargs=kwargs)) for kwargs in ({}, {})] == [[7, 100]] * 2
+    assert [shop.result(shop.send("pay", 7, **more)) for more in ({}, {"kwargs": {"cents": 100}}, {})] == [[7, 100]] * 3
+    assert shop.result(shop.send("pay", kwargs={"order_id": 7})) == [7, 100]
+    key = uuid.uuid4()
+    assert [shop.result(shop.send("pay", key)) for _ in range(2)] == [[key, 100]] * 2
+    # What cannot be claimed fails, and does not go round.
+    assert "cannot be read back" in str(shop.result(shop.send("pay", "\ud800")))
     other = shop.send("pay", 7, 200)
     assert "another message" in str(shop.result(other))
     assert shop.meta(other)["status"] == "FAILURE"
@@ -217,7 +224,16 @@ def test_each_task_ends_once(make_shop: Callable[..., Shop], url: str, role: str
     assert {shop.meta(id)["status"] for id in away} == {"PENDING"}
     query(url, f"ALTER ROLE {role} LOGIN")
     assert [shop.result(id) for id in away] == [f"away {number}:done" for number in range(6)]
-    once = ["twice", "paid 7", "paid 8", "quiet", "deferred one", "slow", *(f"away {number}" for number in range(6))]
+    once = [
+        "twice",
+        "paid 7",
+        f"paid {key}",
+        "paid 8",
+        "quiet",
+        "deferred one",
+        "slow",
+        *(f"away {number}" for number in range(6)),
+    ]
     assert shop.changed() == Counter(once)
     wait_for(lambda: len(shop.arrived()) == 8)
     assert set(shop.arrived().values()) == {1}
@@ -317,6 +333,41 @@ def test_each_refusal_names_its_mend(settings: dict[str, Any], options: dict[str
     assert begin({"broker_url": "redis://localhost"}, {"time_limit": 60}) is not None
 
 
+def test_what_is_not_installed_for_an_app_of_its_own_is_refused() -> None:
+    inbox = Inbox(create_engine("sqlite:///nowhere.db"))
+    install(Celery("shop", set_as_current=False), inbox)
+    app = Celery("other", set_as_current=False)
+    with pytest.raises(ConfigurationError, match="give each app an inbox"):
+        install(app, inbox)
+    with pytest.raises(ConfigurationError, match="use the one that install"):
+
+        @app.task(shared=False, base=IdempotentTask)
+        def pay() -> None: ...
+
+        app.finalize()
+
+
+def test_a_context_whose_outputs_go_to_another_broker_captures_nothing() -> None:
+    ours, theirs = (CeleryBroker(Celery(set_as_current=False)) for _ in range(2))
+    with capturing(BaseContext("shop", {}, None, None), ours):
+        assert current(ours) is not None
+        assert current(theirs) is None
+
+
+def test_one_output_is_to_blame_and_its_neighbours_are_sent(vhost: str) -> None:
+    app = Celery(broker=vhost, set_as_current=False)
+    app.conf.broker_transport_options = {"confirm_publish": True}
+    broker = CeleryBroker(app)
+    ctx = BaseContext("shop", {}, None, None)
+    for number, exchange in enumerate(["", "nowhere", ""]):
+        ctx.forward(b"[]", {"message_id": str(number)}, to="celery", exchange=exchange)
+    ctx.forward(b"[]", {"correlation_id": "x" * 300}, to="celery")
+    ctx.forward(b"[]", {"expiration": "60000"}, to="celery")
+    answers = broker.publish(ctx.outputs(), 10.0)
+    broker.close()
+    assert [answer and answer.own for answer in answers] == [None, True, None, True, None]
+
+
 def test_a_retention_that_is_none_is_refused() -> None:
     app = Celery("shop", set_as_current=False)
     base = install(app, Inbox(create_engine("sqlite:///nowhere.db")))
@@ -364,6 +415,7 @@ def eager(url: str) -> Iterator[SimpleNamespace]:
     def pack(order_id: int) -> str:
         change(f"pack {order_id}")
         if order_id == 13:
+            app.send_task("shop.note", [13])
             raise ValueError("fragile")
         return f"packed {order_id}"
 
@@ -400,6 +452,7 @@ def test_eager_tasks_are_claimed_as_others_are(eager: SimpleNamespace, url: str)
     assert isinstance(eager.pay.delay(7, 200).result, Conflict)
     failed = eager.pay.delay(13)  # what it sends joins its transaction, and is undone alone
     assert (failed.state, failed.get()) == ("SUCCESS", (13, 100))
+    assert query(url, "SELECT 1 FROM idemp_output WHERE kind = 'forward'") == []
     assert eager.again.delay("again").get() == "again"
     assert eager.runs.count("again") == 2
     assert eager.chores.delay(8).get() == ["packed 8"] * 8

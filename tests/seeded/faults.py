@@ -394,6 +394,17 @@ FAULTS = [
         "tests/telemetry/test_metrics.py::test_what_a_worker",
     ),
     # Outputs without a worker
+    Fault(
+        "sql/guard.py",
+        "        _prove(connection, dialect, name)\n",
+        "",
+        "tests/test_app.py::test_a_block_that_catches::postgresql",
+    ),
+    Fault("sql/guard.py", "    if not same:\n", "    if False:\n", "tests/test_app.py::test_a_block_whose_statement::mariadb"),
+    Fault(
+        "sql/postgresql.py", "concat({MARKED},'/{name}')", "'/{name}'", "tests/test_app.py::test_blocks_are_nested::postgresql"
+    ),
+    Fault("inbox.py", "if output.id in pending]", "]", f"{OUTPUTS}what_is_not_committed"),
     Fault("sql/store.py", "return not row.body and", "return not row.body or", f"{STORE}an_empty_message"),
     Fault("executor.py", "emitted[:-1], emitted[-1].body", "emitted, emitted[-1].body", f"{OUTPUTS}a_type_that"),
     Fault(
@@ -447,10 +458,10 @@ FAULTS = [
     ),
     Fault("bulk/lines.py", "isinstance(id, bool) or", "", "tests/bulk/test_file.py::test_each_line"),
     # Django
-    Fault("integrations/django/inbox.py", "            bridge.check()\n", "", f"{DJANGO}an_error_that_was_caught"),
+    Fault("integrations/django/inbox.py", "            bridge.check(connection)\n", "", f"{DJANGO}an_error_that_was_caught"),
     Fault("integrations/django/inbox.py", "    if unit.stored:", "    if False:", f"{DJANGO}a_function_runs_once"),
     Fault("integrations/django/inbox.py", "durable=durable),", "savepoint=False),", f"{DJANGO}an_outer_transaction"),
-    Fault("integrations/django/bridge.py", "        self._bridge.check()\n", "", f"{DJANGO}a_handler_that_spoils"),
+    Fault("integrations/django/bridge.py", "        self._bridge.check(self.connection)\n", "", f"{DJANGO}a_handler_that_spoils"),
     Fault("integrations/django/bridge.py", "[(ids, hook, True)", "[(ids, hook, _)", f"{DJANGO}hooks_of_on_commit"),
     Fault("integrations/django/bridge.py", '"do_rollback", ', "", f"{DJANGO}an_outer_transaction"),
     Fault(
@@ -463,7 +474,7 @@ FAULTS = [
         "integrations/django/tasks.py", ".total_seconds()) if task.run_after", ".total_seconds()) if False", f"{DJANGO}tasks_run"
     ),
     # Celery, on servers
-    Fault("integrations/celery.py", "if current() else producer", "if False else producer", f"{CELERY}redis"),
+    Fault("integrations/celery.py", "if unit else producer", "if False else producer", f"{CELERY}redis"),
     Fault("integrations/celery.py", "        with capturing(None):", "        with capturing(current()):", f"{CELERY}rabbitmq"),
     Fault("integrations/celery.py", 'key = f"{key}#{nesting}"', "pass", f"{CELERY}redis"),
     Fault(

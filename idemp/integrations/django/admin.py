@@ -51,7 +51,7 @@ class DeadLetterAdmin(admin.ModelAdmin):
         """Show a dead letter or a retry, and change it on POST."""
         with closing(self._open(request)) as database:
             letters = DeadLetters(database)
-            if not (found := letters.find([id], limit=1, retries=True)):
+            if id >= 2**63 or not (found := letters.find([id], limit=1, retries=True)):
                 raise Http404
             if request.method == "POST":
                 return self._change(request, letters, found[0])
@@ -75,7 +75,7 @@ class DeadLetterAdmin(admin.ModelAdmin):
         """Open the database that Django's routers name for the model."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        return open_database(router.db_for_read(DeadLetter))
+        return open_database(router.db_for_write(DeadLetter))  # a replica would be late, and takes no change
 
     def _page(self, request: HttpRequest, name: str, **shown: Any) -> HttpResponse:
         context = {**self.admin_site.each_context(request), "opts": self.opts, **shown}

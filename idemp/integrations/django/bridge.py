@@ -12,13 +12,13 @@ from typing import Any, Final, NoReturn, Self
 import django
 from django.apps import apps
 from django.db import Error, close_old_connections, connections, transaction
-from sqlalchemy import URL, Engine, NullPool, create_engine
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine
 
 from idemp.errors import ConfigurationError, TransactionRolledBack
 from idemp.ports import Kind
 from idemp.process import Adapters
 from idemp.settings import Settings
-from idemp.sql.engine import Database, spelt
+from idemp.sql.engine import Database, dialect_of, spelt
 from idemp.sql.guard import UNIT, Unit
 from idemp.sql.store import SqlStore
 
@@ -133,7 +133,7 @@ class Bridge:
             setattr(dialect, name, lambda *_: None)
         # Not create_engine(): at each connect it would change what Django has set, such as SQLite's REGEXP.
         self.engine = Engine(NullPool(self._driver, dialect=dialect), dialect, own.url, hide_parameters=True)
-        self.units = self.engine.execution_options()
+        self.units, self._dialect = self.engine.execution_options(), dialect_of(own)
         Unit.guard(self.units)
 
     @property
@@ -145,13 +145,14 @@ class Bridge:
         self.django.ensure_connection()
         return self.django.connection
 
-    def check(self) -> None:
-        """Refuse a transaction that Django can only roll back, which it would do without an error.
+    def check(self, connection: Connection) -> None:
+        """Refuse a transaction that can only be rolled back, which Django or PostgreSQL would do without an error.
 
         Raises:
             AtomicRolledBack: It can only be rolled back.
         """
-        if self.django.needs_rollback:
+        aborted = self.django.vendor == "postgresql" and not self._dialect.is_open(connection)
+        if self.django.needs_rollback or aborted:
             raise AtomicRolledBack("a database error that was caught, or by set_rollback(True)")
 
 
@@ -163,14 +164,20 @@ class DjangoUnit(Unit):
         True
     """
 
-    __slots__ = ("_atomic", "_bridge")
+    __slots__ = ("_atomic", "_bridge", "_renews")
 
-    def __init__(self, database: Database, bridge: Bridge) -> None:
+    def __init__(self, database: Database, bridge: Bridge, *, renews: bool = True) -> None:
         super().__init__(database)
-        self._bridge, self._atomic = bridge, ExitStack()
+        self._bridge, self._atomic, self._renews = bridge, ExitStack(), renews
+
+    @property
+    def using(self) -> str:
+        """Alias of the database."""
+        return self._bridge.using
 
     def __enter__(self) -> Self:
-        close_old_connections()  # as Django does before and after a request
+        if self._renews:
+            close_old_connections()  # as Django does before and after a request
         self._atomic.enter_context(transaction.atomic(using=self._bridge.using, durable=True))
         self.connection = self._bridge.units.connect().execution_options(**{UNIT: self})
         self.connection.begin()
@@ -182,7 +189,7 @@ class DjangoUnit(Unit):
         Raises:
             AtomicRolledBack: Django would roll the transaction back.
         """
-        self._bridge.check()
+        self._bridge.check(self.connection)
         super().commit(*arguments, **options)  # in SQLAlchemy's books only
         own = self._bridge.django
         # A hook that raises after COMMIT is logged: the handler has not failed, and the hooks after it are to run.
@@ -206,13 +213,14 @@ class DjangoStore(SqlStore):
         True
     """
 
-    def __init__(self, database: Database, worker: str, bridge: Bridge) -> None:
+    def __init__(self, database: Database, worker: str, bridge: Bridge, *, renews: bool = True) -> None:
         super().__init__(database, worker)
         self._bridge, self._fast, self.lazy = bridge, None, False  # the fast path begins and commits itself
+        self._renews = renews
 
     def connect(self) -> DjangoUnit:
         """Begin a unit of work."""
-        return DjangoUnit(self.database, self._bridge)
+        return DjangoUnit(self.database, self._bridge, renews=self._renews)
 
     def classify(self, error: BaseException) -> Kind | None:
         """Ask the dialect about the driver's error under one of Django's."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cache, partial, wraps
 from inspect import iscoroutinefunction, signature
 from typing import Any, Final, ParamSpec, TypeVar
+from uuid import UUID
 
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
 from sqlalchemy import Engine
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from idemp.context import Context
-from idemp.errors import ConfigurationError, HandlerError, UnusableOutput
+from idemp.errors import ConfigurationError, HandlerError, Unreadable, UnusableOutput
 from idemp.inbox import Inbox, Outcome
 from idemp.integrations._capture import capturing, current
-from idemp.integrations.django.bridge import Bridge, DjangoStore, own_engine
+from idemp.integrations.django.bridge import Bridge, DjangoStore, DjangoUnit, own_engine
 from idemp.policy import Idempotent
 from idemp.ports import Outlet
 from idemp.settings import Settings
@@ -89,7 +92,7 @@ class BridgedInbox(Inbox):
         self._bridge = bridge
 
     def _store(self, database: Database, worker: str) -> DjangoStore:
-        return DjangoStore(database, worker, self._bridge)
+        return DjangoStore(database, worker, self._bridge, renews=False)  # the connection is the caller's
 
 
 class DjangoInbox:
@@ -120,6 +123,7 @@ class DjangoInbox:
     def __init__(self, consumer: str, *, using: str = "default", prefix: str | None = None) -> None:
         self.consumer, self.using, self._prefix = consumer, using, prefix
         self.broker: Outlet | None = None
+        self._unit: ContextVar[Context | None] = ContextVar("idemp_django_unit", default=None)
         self._opened: dict[str, tuple[BridgedInbox, Bridge, set[str]]] = {}  # by name: the test runner renames the database
 
     @property
@@ -129,10 +133,12 @@ class DjangoInbox:
         Raises:
             HandlerError: None runs.
         """
-        unit = current()
-        if not isinstance(unit, Context):
-            raise HandlerError("no once() or joined() runs here, so a message would never be stored")
-        return unit
+        if (unit := self._unit.get()) is not None:
+            return unit
+        handled, tx = current(), getattr(current(), "_tx", None)  # of a wrapped handler, or one of a worker
+        if isinstance(handled, Context) and isinstance(tx, DjangoUnit) and tx.using == self.using:
+            return handled
+        raise HandlerError("no once() or joined() of this inbox runs here, so a message would never be stored")
 
     def once(self, type: str, key: Any, *, wait: float = 2.0) -> Keyed:
         """Claim a key in a durable `atomic()` of its own: `with inbox.once(…) as unit:`, or `@inbox.once(…)`.
@@ -148,7 +154,9 @@ class DjangoInbox:
             InFlight: Another transaction has held the key for longer; nothing was committed.
             AtomicRolledBack: A database error was caught in the block; nothing was committed.
             UnusableOutput: The result is no JSON; nothing was committed.
-            RuntimeError: A transaction is open, which Django refuses for durable blocks: use `joined`.
+            Unreadable: The key is no usable id; nothing was claimed.
+            BlockEnded: The block ended the transaction by a raw cursor or a statement that commits.
+            ConfigurationError: A transaction is open: use `joined`.
         """
         return Keyed(partial(self._block, type, wait, True), key)
 
@@ -163,7 +171,9 @@ class DjangoInbox:
             wait: Seconds to wait for another transaction with this key.
 
         Raises:
-            ConfigurationError: No transaction is open; or, on SQLite, `prepare` was not called.
+            ConfigurationError: No transaction is open; or, on SQLite, it has read or written before, and `prepare` was not called.
+            Unreadable: The key is no usable id; nothing was claimed.
+            BlockEnded: The block ended the transaction by a raw cursor or a statement that commits.
             InFlight: Another transaction has held the key for longer; the savepoint was rolled back.
             AtomicRolledBack: A database error was caught in the block; the savepoint was rolled back.
             UnusableOutput: The result is no JSON; the savepoint was rolled back.
@@ -202,9 +212,18 @@ class DjangoInbox:
             ConfigurationError: The tables are missing: `manage.py migrate`.
         """
         inbox, _, prepared = self._open()
-        if type not in prepared:
+        if type in prepared:
+            return
+        try:
             inbox.prepare(consumer=self.consumer, type=type, policy=POLICY)
-            prepared.add(type)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}; in Django: manage.py migrate") from error
+        except OperationalError as error:
+            if connections[self.using].vendor == "sqlite" and connections[self.using].in_atomic_block:
+                text = f"SQLite has one writer, and a transaction is open: call prepare({type!r}) before it; nothing was claimed"
+                raise ConfigurationError(text) from error
+            raise
+        prepared.add(type)
 
     def _open(self) -> tuple[BridgedInbox, Bridge, set[str]]:
         name = str(connections[self.using].settings_dict["NAME"])
@@ -225,29 +244,54 @@ class DjangoInbox:
             self.relay().wake()
 
     @contextmanager
+    def _entered(self, unit: Context) -> Iterator[None]:
+        token = self._unit.set(unit)
+        try:
+            yield
+        finally:
+            self._unit.reset(token)
+
+    @contextmanager
     def _block(self, type: str, wait: float, durable: bool, key: Any) -> Iterator[Context]:
-        inbox, bridge, prepared = self._open()
+        inbox, bridge, _ = self._open()
         django = bridge.django
         django.ensure_connection()
         if not durable and not django.in_atomic_block:
             raise ConfigurationError("joined() found no open transaction: use once(), or transaction.atomic() around it")
-        if not durable and django.vendor == "sqlite" and type not in prepared:
-            raise ConfigurationError(f"SQLite has one writer: call prepare({type!r}) before the transaction; nothing was claimed")
+        if durable and django.atomic_blocks and not django.atomic_blocks[-1]._from_testcase:  # noqa: SLF001 - as atomic() decides
+            raise ConfigurationError(
+                "once() begins a transaction of its own, and one is open: use joined() in it; nothing was claimed"
+            )
+        key = str(key) if isinstance(key, UUID) else key
+        if not isinstance(key, str | int):
+            raise Unreadable(f"the key of {type} is {key!r}: text, an integer, a boolean or a UUID is one; nothing was claimed")
         self.prepare(type)
         claim = partial(inbox.claim, consumer=self.consumer, type=type, policy=POLICY, wait=wait, grace=0.0)
         with (
+            _as_django(),
             transaction.atomic(using=self.using, durable=durable),
             bridge.engine.connect() as connection,
             Session(bind=connection) as session,
             claim(session, {"key": key}) as unit,
-            capturing(unit),
+            capturing(unit, self.broker),
+            self._entered(unit),
         ):
             # Before the hooks of the block, one of which may raise.
             transaction.on_commit(partial(self._wake, unit), using=self.using, robust=True)
             yield unit
             session.flush()
-            bridge.check()
+            bridge.check(connection)
             _json(lambda: json.loads(unit.result or b"null"))
+
+
+@contextmanager
+def _as_django() -> Iterator[None]:
+    """Raise errors of idemp's statements as Django raises those of the ORM's."""
+    try:
+        yield
+    except DBAPIError as error:
+        with connection.wrap_database_errors:
+            raise (error.orig or error) from error
 
 
 def encode(value: Any) -> bytes:

@@ -24,6 +24,6 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             "DeadLetter",
             fields=[("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID"))],
-            options={"managed": False, "default_permissions": ("view", "change", "delete")},
+            options={"managed": False, "base_manager_name": "objects", "default_permissions": ("view", "change", "delete")},
         ),
     )
