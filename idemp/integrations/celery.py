@@ -28,9 +28,9 @@ from idemp.messages import Output, Refusal
 from idemp.policy import Duration, Idempotent
 
 with needs("celery"):
-    from amqp.exceptions import ChannelError
     from celery import Celery, Task, bootsteps, current_task, signature
     from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+    from amqp.exceptions import ChannelError  # isort: skip - behind celery, which brings it
     from kombu import compression
     from kombu.utils import json
 
