@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from hashlib import sha256
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -26,6 +26,9 @@ from idemp.integrations._capture import capturing, current
 from idemp.integrations._settling import FIRST_PAUSE, LONGEST_PAUSE, Fate, fate
 from idemp.messages import Output, Refusal
 from idemp.policy import Duration, Idempotent
+
+if TYPE_CHECKING:
+    from idemp.integrations.django import DjangoInbox
 
 with needs("celery"):
     from celery import Celery, Task, bootsteps, current_task, signature
@@ -288,14 +291,14 @@ class CeleryBroker:
             producer.connection.collect()
 
 
-def install(app: Celery, inbox: Inbox) -> type[IdempotentTask]:
+def install(app: Celery, inbox: Inbox | DjangoInbox) -> type[IdempotentTask]:
     """Return the base class of an app's idempotent tasks; capture what they send, and let workers relay it.
 
     A worker whose settings may lose tasks does not start: a `ConfigurationError` names what to change.
 
     Args:
         app: Its configuration may follow.
-        inbox: On the database that the tasks change; of this app alone.
+        inbox: On the database that the tasks change; of this app alone. With one of Django's, tasks run in Django's transactions.
 
     Raises:
         ConfigurationError: Another app was installed on the inbox.

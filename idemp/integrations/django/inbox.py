@@ -11,7 +11,7 @@ from inspect import iscoroutinefunction, signature
 from typing import Any, Final, ParamSpec, TypeVar
 from uuid import UUID
 
-from django.db import connection, connections, transaction
+from django.db import connections, transaction
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
@@ -268,7 +268,7 @@ class DjangoInbox:
         self.prepare(type)
         claim = partial(inbox.claim, consumer=self.consumer, type=type, policy=POLICY, wait=wait, grace=0.0)
         with (
-            _as_django(),
+            _as_django(self.using),
             transaction.atomic(using=self.using, durable=durable),
             bridge.engine.connect() as connection,
             Session(bind=connection) as session,
@@ -285,12 +285,12 @@ class DjangoInbox:
 
 
 @contextmanager
-def _as_django() -> Iterator[None]:
+def _as_django(using: str) -> Iterator[None]:
     """Raise errors of idemp's statements as Django raises those of the ORM's."""
     try:
         yield
     except DBAPIError as error:
-        with connection.wrap_database_errors:
+        with connections[using].wrap_database_errors:
             raise (error.orig or error) from error
 
 
