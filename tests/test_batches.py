@@ -259,7 +259,7 @@ def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any, li
         return new
 
     begin(calm).close()
-    for at, name in some(calm.names, 1 if world.url.startswith("sqlite") else 3):
+    for at, name in some(calm.names, 2 if world.url.startswith("sqlite") else 3):
         new = begin(CrashPoints(at))
         new.recover()
         assert new.effects() == handled("0", "1", "2", "3"), name

@@ -100,7 +100,10 @@ class Reader:
         assert match(expected, out.read_text()), out.read_text()
 
 
-LONG = [ROOT / "docs" / name for name in ("alembic.md", "prepared.md", "testing.md", "write-a-broker.md", "write-a-store.md")]
+LONG = [
+    ROOT / "docs" / name
+    for name in ("alembic.md", "django.md", "prepared.md", "testing.md", "write-a-broker.md", "write-a-store.md")
+]
 """Pages with suites of tests, or with many processes."""
 
 

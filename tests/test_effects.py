@@ -21,6 +21,7 @@ from idemp.process import Process
 from idemp.sql.records.failures import DeadLetters
 from idemp.testing import CrashPoints
 from tests.servers.process import free_port
+from tests.test_kills import some
 from tests.world import World
 
 PAGE = Path(__file__).parents[1] / "docs" / "effects.md"
@@ -145,7 +146,7 @@ def test_each_effect_has_one_id_wherever_the_process_dies(
     calm, world = CrashPoints(), begin()
     assert not world.crash(calm)
     assert (len(mailbox.mails), len(provider.asked)) == (1, 1)
-    for at in range(len(calm.names)):
+    for at, _ in some(calm.names, 2):
         mailbox.mails.clear()
         provider.payments.clear()
         provider.asked.clear()

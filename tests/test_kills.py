@@ -68,7 +68,7 @@ def test_a_process_is_killed_at_each_crash_point(new_url: Callable[[], str], sto
     assert len(names) > 15
     assert calm.effects() == {"1": 1, "2": 1}
     calm.close()
-    for at, name in some(names, 1 if calm.url.startswith("sqlite") and story == "failing once" else 3):
+    for at, name in some(names, 2 if calm.url.startswith("sqlite") and story == "failing once" else 3):
         world = begin()
         run_until(at, work_and_die, world.url, story)
         world.recover()

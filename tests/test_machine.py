@@ -216,7 +216,7 @@ QUIET: Any = {
 }
 
 
-@pytest.mark.parametrize(("number", "examples"), [(1, 20), pytest.param(2, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "examples"), [(1, 15), pytest.param(2, 40, marks=pytest.mark.slow)])
 def test_the_promises_hold_whatever_happens(number: int, examples: int) -> None:
     machine = seed(number)(Machine)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, **QUIET))

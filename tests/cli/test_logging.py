@@ -70,6 +70,9 @@ def worker(
     for each, handlers, level in before:
         each.handlers = handlers
         each.setLevel(level)
+    for logger in logging.Logger.manager.loggerDict.values():  # which `logging.config` has disabled
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.mark.parametrize("configured", [BASIC.format(level="INFO"), DICTIONARY], ids=["basicConfig", "dictConfig"])

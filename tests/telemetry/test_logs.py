@@ -56,7 +56,6 @@ def lines() -> Iterator[Callable[[], list[str]]]:
         logging.Formatter("%(consumer)s|%(message_type)s|%(message_id)s|%(correlation_id)s|%(attempt)s|%(message)s")
     )
     as_json.setFormatter(JsonLines())
-    log.disabled = False  # a test of `logging.config` may have done so
     root.handlers = [plain, as_json]
     root.setLevel("INFO")
     yield lambda: text.getvalue().splitlines()
@@ -153,7 +152,7 @@ def test_lines_of_json_behind_a_buffer_name_their_own_messages() -> None:
     target.setFormatter(JsonLines())
     buffer = logging.handlers.MemoryHandler(100, target=target)
     buffer.addFilter(MessageFields())
-    root.handlers, log.disabled = [buffer], False
+    root.handlers = [buffer]
     root.setLevel("INFO")
 
     @app.handler(Order, policy=Policy())
