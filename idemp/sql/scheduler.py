@@ -110,7 +110,7 @@ class SqlScheduler:
     def pending(self, ids: Sequence[str]) -> set[str]:
         """Return which outputs have a pending row."""
         pending, found = self.database.tables.pending, set[str]()
-        with self.database.short() as connection:
+        with self.database.engine.connect() as connection:  # takes no write lock
             for start in range(0, len(ids), BATCH):
                 rows = select(pending.c.output_id).where(pending.c.output_id.in_(ids[start : start + BATCH]))
                 found.update(str(id) for id in connection.scalars(rows))
