@@ -38,7 +38,7 @@ FOREIGN: Final = frozenset(
 LONGEST_PROPERTIES: Final = 9_000  # bytes of a message's properties as JSON, with what STOMP escapes: each broker takes them
 
 OVER: Final = "the handling is over, so this message would never be stored: emit it before the handler returns"
-NEITHER: Final = "mandatory={!r} has to be true or false"
+NOT_BOOLEAN: Final = "mandatory={!r} has to be true or false"
 
 HEADERS: Final = {
     CAUSATION: "id of the message whose handling emitted this one",
@@ -203,7 +203,7 @@ class BaseContext:
         if (size := _size(kept)) > LONGEST_PROPERTIES:
             raise UnusableOutput(f"the properties have {size:,} bytes as JSON; at most {LONGEST_PROPERTIES:,} are sent")
         if not isinstance(mandatory, bool):
-            raise UnusableOutput(NEITHER.format(mandatory))
+            raise UnusableOutput(NOT_BOOLEAN.format(mandatory))
         if self._closed:
             raise HandlerError(OVER)
         wait = None if delay is None else seconds(delay, "delay")
@@ -253,7 +253,7 @@ class BaseContext:
         mandatory: bool = True,
     ) -> None:
         if not isinstance(mandatory, bool):
-            raise UnusableOutput(NEITHER.format(mandatory))
+            raise UnusableOutput(NOT_BOOLEAN.format(mandatory))
         if self._closed:
             raise HandlerError(OVER)
         wait = None if delay is None else seconds(delay, "delay")

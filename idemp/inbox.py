@@ -187,6 +187,8 @@ class Inbox:
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
             DispatchIncomplete: Outputs were emitted without `grace`, and no relay is alive.
+            BlockEnded: The block has ended its transaction, or tried to commit it.
+            BlockRolledBack: The block has caught a database error, after which nothing can be committed.
             ConfigurationError: The session commits each statement (AUTOCOMMIT).
 
         Example:
@@ -491,6 +493,8 @@ class AsyncInbox:
             Conflict: Another message was handled under the id.
             Unreadable: The message has no usable id.
             DispatchIncomplete: Outputs were emitted without `grace`, and no relay is alive.
+            BlockEnded: The block has ended its transaction, or tried to commit it.
+            BlockRolledBack: The block has caught a database error, after which nothing can be committed.
 
         Example:
             >>> async def pay(inbox: AsyncInbox, session: "AsyncSession", body: bytes) -> None:

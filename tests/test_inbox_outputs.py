@@ -198,7 +198,7 @@ def test_an_async_caller_sends_after_its_own_commit(world: World, monkeypatch: p
 
 
 @pytest.mark.parametrize("grace", [-1, "15s", 1e9])
-def test_a_grace_that_is_none_is_refused(world: World, inbox: Inbox, engine: Engine, grace: Any) -> None:
+def test_a_grace_that_is_no_time_is_refused(world: World, inbox: Inbox, engine: Engine, grace: Any) -> None:
     with pytest.raises(ConfigurationError, match="nothing was claimed"):
         pay(inbox, engine, grace=grace)
     assert world.claims() == 0

@@ -18,7 +18,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from idemp.context import FINGERPRINT, FOREIGN, Context
-from idemp.errors import ConfigurationError, UnusableOutput, describe_error, needs
+from idemp.errors import ConfigurationError, DispatchIncomplete, UnusableOutput, describe_error, needs
 from idemp.events import log
 from idemp.handlers import AnyMessage
 from idemp.inbox import Inbox, Outcome
@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 with needs("celery"):
     from celery import Celery, Task, bootsteps, current_task, signature
     from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-    from amqp.exceptions import ChannelError  # isort: skip - behind celery, which brings it
+    from amqp.exceptions import AccessRefused, ChannelError  # isort: skip - behind celery, which brings it
     from kombu import compression
     from kombu.utils import json
 
 __all__ = ["CeleryBroker", "IdempotentTask", "install", "session"]
 
-UNSENDABLE: Final = (ChannelError, struct.error, TypeError, ValueError)  # errors of one output, not of the connection
+UNSENDABLE: Final = (ChannelError, struct.error, TypeError, ValueError)  # errors of one output, once a connection is open
 PAUSE: Final = 1.0  # seconds before a task is given back to its queue
-OPEN: Final = (InterfaceError, OperationalError, SoftTimeLimitExceeded)  # after the body, they leave open what was committed
+OPEN: Final = (DispatchIncomplete, InterfaceError, OperationalError, SoftTimeLimitExceeded)
+"""Errors after the body that leave open what was committed, or whether what it has sent goes out: another delivery finds out."""
 VISIBILITY: Final = {"redis": 3600.0, "sqs": 1800.0}  # seconds, by kombu's default; then a task under way is delivered again
 
 
@@ -121,6 +122,7 @@ class IdempotentTask(Task):
     Attributes:
         idempotency_key: Name of the argument that identifies the work; by default the task id does.
         retention: How long duplicates are recognized.
+        broker: Takes what the tasks send.
 
     Example:
         >>> IdempotentTask.acks_late, IdempotentTask.reject_on_worker_lost
@@ -262,28 +264,38 @@ class CeleryBroker:
     def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:
         """Send each output, and wait for its confirm. Any error costs the connection: a late confirm would be another's."""
         deadline, answers = time.monotonic() + timeout, list[Refusal | None]()
-        for each in outputs:
-            try:
-                self._publish(each, max(deadline - time.monotonic(), 0.1))
-                answers.append(None)
-            except UNSENDABLE as error:
-                self.close()
-                answers.append(Refusal(describe_error(error), own=True))
-            except BaseException:
-                self.close()
-                raise
+        try:
+            for each in outputs:
+                producer = self._producer(timeout)
+                try:
+                    self._publish(producer, each, max(deadline - time.monotonic(), 0.1))
+                    answers.append(None)
+                except AccessRefused:  # as for all outputs, if a right was taken away
+                    raise
+                except UNSENDABLE as error:
+                    self.close()
+                    answers.append(Refusal(describe_error(error), own=True))
+        except BaseException:
+            self.close()
+            raise
         return answers
 
-    def _publish(self, output: Output, left: float) -> None:
-        thread, queues, name, exchange = threading.get_native_id(), self._app.amqp.queues, output.routing_key, output.exchange
+    def _producer(self, timeout: float) -> Any:
+        """Return the producer of this thread, whose connection waits for a silent broker only so long."""
+        thread = threading.get_native_id()
         if thread not in self._producers:  # also in a forked process: its parent's connection is not touched
-            connection = self._app.connection_for_write(heartbeat=0).ensure_connection(max_retries=1)
-            self._producers[thread] = connection.Producer()
+            limits = dict.fromkeys(("read_timeout", "write_timeout", "socket_timeout", "socket_connect_timeout"), timeout)
+            connection = self._app.connection_for_write(heartbeat=0, transport_options=limits)
+            self._producers[thread] = connection.ensure_connection(max_retries=1).Producer()
+        return self._producers[thread]
+
+    def _publish(self, producer: Any, output: Output, left: float) -> None:
+        queues, name, exchange = self._app.amqp.queues, output.routing_key, output.exchange
         options = {"timeout": left, "confirm_timeout": left, "mandatory": output.mandatory, **output.properties}
         if "expiration" in options:
             options["expiration"] = int(options["expiration"]) / 1000
         known = [it for it in queues.values() if it.exchange.name == exchange] if exchange else [queues[name]]
-        self._producers[thread].publish(output.body, name, exchange=exchange, declare=known, delivery_mode=2, **options)
+        producer.publish(output.body, name, exchange=exchange, declare=known, delivery_mode=2, **options)
 
     def close(self) -> None:
         """Close the connection of this thread."""

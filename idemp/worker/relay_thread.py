@@ -110,7 +110,10 @@ class RelayThread:
             self._thread = self._relay = None
         if thread is None or relay is None:
             return
+        atexit.unregister(self.stop)
         thread.end()
+        if thread.is_alive():  # it waits for something, and the publisher is its own
+            return
         if self._asked:
             with suppress(Exception):  # another relay sends it
                 relay.turn()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import celery as canvas
+import kombu.exceptions
 import psycopg
 import pytest
 from celery import Celery
+from celery.app.trace import trace_task
 from celery.contrib.testing.worker import start_worker
 from sqlalchemy import create_engine, make_url, text
 
@@ -314,7 +317,7 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "options", "said"), FAULTS)
-def test_each_refusal_names_its_mend(settings: dict[str, Any], options: dict[str, Any], said: str) -> None:
+def test_each_refusal_names_its_fix(settings: dict[str, Any], options: dict[str, Any], said: str) -> None:
     def begin(settings: dict[str, Any], options: dict[str, Any]) -> object:
         app = Celery("shop", set_as_current=False)
         app.conf.update({"broker_url": "amqp://localhost", "broker_transport_options": {"confirm_publish": True}} | settings)
@@ -354,6 +357,40 @@ def test_a_context_whose_outputs_go_to_another_broker_captures_nothing() -> None
         assert current(theirs) is None
 
 
+@pytest.mark.parametrize("scheme", ["redis", "amqp"])
+def test_a_broker_that_is_silent_keeps_nothing_waiting(scheme: str) -> None:
+    """It takes the connection, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        broker = CeleryBroker(Celery(broker=f"{scheme}://127.0.0.1:{server.getsockname()[1]}/0", set_as_current=False))
+        ctx = BaseContext("shop", {}, None, None)
+        ctx.forward(b"[]", to="celery")
+        with pytest.raises(kombu.exceptions.OperationalError, match="[Tt]ime"):
+            broker.publish(ctx.outputs(), 0.5)
+        broker.close()
+
+
+@on_postgresql
+def test_a_task_whose_outputs_would_wait_for_ever_is_delivered_again(url: str) -> None:
+    """The broker is away, and no relay is alive: its changes are committed, and the task is neither failed nor acknowledged."""
+    query(url, TABLES[0])
+    engine = create_engine(url)
+    app = Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False)
+    idempotent = install(app, Inbox(engine))
+
+    @app.task(shared=False, base=idempotent)
+    def pay() -> None:
+        session().execute(text("INSERT INTO changed (what) VALUES ('paid')"))
+        app.send_task("shop.note")
+
+    app.finalize()
+    for _ in range(2):
+        _, traced, *_ = trace_task(pay, "7", (), {}, {"id": "7", "children": [], "delivery_info": {}}, app=app)
+        assert (traced.state, traced.retval.requeue) == ("REJECTED", True)
+        assert "none is alive" in str(traced.retval)
+    assert query(url, "SELECT what FROM changed") == [("paid",)]
+    engine.dispose()
+
+
 def test_one_output_is_to_blame_and_its_neighbours_are_sent(vhost: str) -> None:
     app = Celery(broker=vhost, set_as_current=False)
     app.conf.broker_transport_options = {"confirm_publish": True}
@@ -368,7 +405,7 @@ def test_one_output_is_to_blame_and_its_neighbours_are_sent(vhost: str) -> None:
     assert [answer and answer.own for answer in answers] == [None, True, None, True, None]
 
 
-def test_a_retention_that_is_none_is_refused() -> None:
+def test_a_retention_that_is_no_duration_is_refused() -> None:
     app = Celery("shop", set_as_current=False)
     base = install(app, Inbox(create_engine("sqlite:///nowhere.db")))
 

@@ -542,7 +542,7 @@ def test_keys(shop: Shop, key: Any, same: Any) -> None:
 
 
 @pytest.mark.parametrize("key", [Decimal(1), None, 1.5, b"a", "", object()])
-def test_keys_that_are_none(shop: Shop, key: Any) -> None:
+def test_keys_that_are_refused(shop: Shop, key: Any) -> None:
     with pytest.raises(Unreadable), inbox.once("shop.pay", key=key):
         pass
     assert shop.claims() == 0

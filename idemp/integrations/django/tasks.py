@@ -137,7 +137,6 @@ def tasks_app(alias: str = "default") -> App:
 
     app = App(backend.app)
     app.on_open.append(adapt if backend.using == "default" else on_django(backend.using))
-
     app.on_open.append(prepare)
 
     @app.handler(TaskCall, policy=Idempotent(key="id"))
