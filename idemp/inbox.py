@@ -282,7 +282,9 @@ class Inbox:
         from idemp.worker.relay_thread import RelayThread
 
         if self._relay is None:
-            self._relay = RelayThread(lambda: self._open(None), self._settings, broker or self.broker)
+            own = self._async_engine is not None
+            inbox = Inbox(_plain(self._engine), settings=self._settings) if own else self
+            self._relay = RelayThread(lambda: inbox._open(None), self._settings, broker or self.broker, own=own)  # noqa: SLF001
         elif broker is not None and broker is not self._relay.broker:
             raise ConfigurationError("this inbox has a relay to another broker: call relay(broker) once, before relay()")
         return self._relay
@@ -415,6 +417,15 @@ class AsyncInbox:
             raise ConfigurationError(f"{engine!r} is not an AsyncEngine: an Engine is for Inbox")
         self._engine, self._inbox = engine, Inbox(engine.sync_engine, settings=settings, _async_engine=engine)
 
+    @property
+    def broker(self) -> Outlet | None:
+        """What the thread of `relay` sends to; None for the broker that the settings name."""
+        return self._inbox.broker
+
+    @broker.setter
+    def broker(self, broker: Outlet | None) -> None:
+        self._inbox.broker = broker
+
     def wrap(
         self,
         function: Callable[..., Any],
@@ -538,6 +549,16 @@ class AsyncInbox:
         sent = await asyncio.to_thread(self._inbox._send, dispatcher, handling)  # noqa: SLF001
         return len(sent.outputs) - len(await self._run(dispatcher.record, sent))
 
+    def relay(self, broker: Outlet | None = None) -> RelayThread:
+        """Return the relay of this inbox; see `Inbox.relay`. The thread has an engine of its own, by the URL of this one.
+
+        Call `wake` by `await asyncio.to_thread(relay.wake)`, because its first call in a process connects.
+
+        Raises:
+            ConfigurationError: The inbox has a relay to another broker, or there is no plain driver for the URL.
+        """
+        return self._inbox.relay(broker)
+
     async def _wait_for_first(self, handler: Handler) -> None:
         """Wait for the first task to open the adapters: if all did so, each would need a connection of the pool for that.
 
@@ -554,6 +575,13 @@ class AsyncInbox:
         from idemp.sql.aio import run_on
 
         return await run_on(self._engine, function, *arguments)
+
+
+def _plain(engine: Engine) -> Engine:
+    """Return an engine for a thread, which has no event loop, by the URL of an asynchronous one."""
+    from idemp.sql.engine import Database
+
+    return Database(engine.url.render_as_string(hide_password=False)).engine
 
 
 def _refuse_to_wait(count: int) -> None:

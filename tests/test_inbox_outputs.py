@@ -171,10 +171,8 @@ def test_what_the_broker_refuses_stays_for_a_relay(world: World, inbox: Inbox, e
     assert len(SqlScheduler(world.database, "relay").lease_outputs(10, 1.0)) == 1
 
 
-@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
-def test_an_async_caller_sends_after_its_own_commit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.world.asynchronous", "asyncpg")
-
+@pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
+def test_an_async_caller_sends_after_its_own_commit_or_by_a_thread(world: World) -> None:
     async def run() -> tuple[int, bytes | None]:
         engine = create_async_engine(asynchronous_url(world.url))
         inbox = AsyncInbox(engine)
@@ -190,11 +188,18 @@ def test_an_async_caller_sends_after_its_own_commit(world: World, monkeypatch: p
                 await session.commit()
             units.append(unit)
         sent = await inbox.dispatch(units[0], world.broker.publisher())
+        async with AsyncSession(engine) as session:
+            async with inbox.claim(session, {"id": 8}, **{**options, "grace": 0}) as unit:
+                unit.send({"paid": True}, to=SINK, type="billing.Paid")
+            await session.commit()
+        relay = inbox.relay(world.broker)
+        await asyncio.to_thread(relay.wake)
+        await asyncio.to_thread(relay.stop)
         await engine.dispose()
         return sent, units[1].result
 
     assert asyncio.run(run()) == (1, b"paid")
-    assert (world.pending(), len(world.rows(SINK))) == (0, 1)
+    assert (world.pending(), len(world.rows(SINK))) == (0, 2)
 
 
 @pytest.mark.parametrize("grace", [-1, "15s", 1e9])

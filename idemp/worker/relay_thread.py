@@ -37,6 +37,7 @@ class RelayThread:
         opened: Returns the store and the scheduler of the process.
         settings: Of the inbox.
         broker: Takes the outputs; None for the one that the settings name.
+        own: Whether the thread alone uses the opened engine, which `stop` then closes.
 
     Example:
         >>> RelayThread.wake.__name__
@@ -44,9 +45,14 @@ class RelayThread:
     """
 
     def __init__(
-        self, opened: Callable[[], tuple[SqlStore, SqlScheduler]], settings: Settings, broker: Outlet | None = None
+        self,
+        opened: Callable[[], tuple[SqlStore, SqlScheduler]],
+        settings: Settings,
+        broker: Outlet | None = None,
+        *,
+        own: bool = False,
     ) -> None:
-        self._opened, self._settings, self.broker = opened, settings, broker
+        self._opened, self._settings, self.broker, self._own = opened, settings, broker, own
         self._inherited: list[object] = []  # of a parent process, whose connections have to stay open
         self._begin()
         forget_in_children(self)
@@ -120,6 +126,8 @@ class RelayThread:
         with suppress(Exception):  # without a word, the relay counts as alive for some seconds more
             self._opened()[1].beat("relay", stopping=True)
         relay.publisher.close()
+        if self._own:
+            self._opened()[0].database.close()
 
     def _open(self, store: SqlStore, scheduler: SqlScheduler) -> Relay:
         from idemp.sql.checks import check_broker
