@@ -102,7 +102,7 @@ class Reader:
 
 LONG = [
     ROOT / "docs" / name
-    for name in ("alembic.md", "django.md", "prepared.md", "testing.md", "write-a-broker.md", "write-a-store.md")
+    for name in ("databases.md", "django.md", "prepared.md", "testing.md", "write-a-broker.md", "write-a-store.md")
 ]
 """Pages with suites of tests, or with many processes."""
 

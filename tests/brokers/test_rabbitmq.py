@@ -207,7 +207,7 @@ def test_arguments_of_a_queue_are_named(vhost: str, ours: bool, others: Any, lev
 
 
 def test_the_permissions_of_the_page_are_enough(vhost: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "least-privilege.md").read_text().replace("\\|", "|")
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text().replace("\\|", "|")
     patterns = [
         re.findall(rf"^\| {kind} \| `(.*?)`", page, re.MULTILINE)[0].replace("\\", "\\\\")
         for kind in ("configure", "write", "read")

@@ -18,7 +18,7 @@ from idemp.sql.scheduler import SqlScheduler
 from tests.servers.databases import query
 from tests.world import SINK, Order, World, let_pass, metadata
 
-PAGE = Path(__file__).parents[2] / "docs" / "least-privilege.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 on_servers = pytest.mark.parametrize("kind", ["postgresql", "mariadb"], indirect=True)
 
 
