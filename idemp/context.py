@@ -210,12 +210,21 @@ class BaseContext:
         check_text(to, "to", UnusableOutput)
         self._emitted.append(Output("", FORWARD, exchange, to, kept, bytes(body), wait, mandatory, wait is None))
 
+    @property
+    def closed(self) -> bool:
+        """Whether the handling is over, so that it takes no more messages."""
+        return self._closed
+
+    def close(self) -> None:
+        """Take no more messages."""
+        self._closed = True
+
     def outputs(self) -> list[Output]:
         """Close the context and return the emitted outputs; a second execution gives them the same ids.
 
         If the context has a result, it is the last one, of the kind `result`.
         """
-        self._closed = True
+        self.close()
         if self.result is not None:
             if not isinstance(self.result, bytes) or len(self.result) > MAX_BODY_BYTES:
                 raise UnusableOutput(f"a result has to be bytes, at most {MAX_BODY_BYTES:,}")

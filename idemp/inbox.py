@@ -78,6 +78,7 @@ class Inbox:
         settings: By default read from the environment.
 
     Attributes:
+        engine: The engine.
         broker: Takes what the thread of `relay` sends; None for the one that the settings name.
 
     Example:
@@ -106,10 +107,15 @@ class Inbox:
     def __init__(self, engine: Engine, *, settings: Settings | None = None, _async_engine: AsyncEngine | None = None) -> None:
         if hasattr(engine, "sync_engine") or not hasattr(engine, "dialect"):
             raise ConfigurationError(f"{engine!r} is not an Engine: an AsyncEngine is for AsyncInbox")
-        self._engine, self._settings, self._async_engine = engine, settings or Settings(), _async_engine
+        self.engine, self._settings, self._async_engine = engine, settings or Settings(), _async_engine
         self._process: Process[tuple[SqlStore, SqlScheduler]] = Process(engine)
         self.broker: Outlet | None = None
         self._relay: RelayThread | None = None
+
+    @property
+    def has_broker(self) -> bool:
+        """Whether a broker is named: by `broker`, or by the settings, whose default is the one in the database."""
+        return self.broker is not None or "broker_url" in self._settings.model_fields_set
 
     def wrap(
         self,
@@ -283,7 +289,7 @@ class Inbox:
 
         if self._relay is None:
             own = self._async_engine is not None
-            inbox = Inbox(_plain(self._engine), settings=self._settings) if own else self
+            inbox = Inbox(_plain(self.engine), settings=self._settings) if own else self
             self._relay = RelayThread(lambda: inbox._open(None), self._settings, broker or self.broker, own=own)  # noqa: SLF001
         elif broker is not None and broker is not self._relay.broker:
             raise ConfigurationError("this inbox has a relay to another broker: call relay(broker) once, before relay()")
@@ -332,7 +338,7 @@ class Inbox:
         except Exception as error:
             from idemp.sql.engine import dialect_of
 
-            if dialect_of(self._engine).classify(error) is None and not isinstance(error, OSError):  # asyncpg's, unwrapped
+            if dialect_of(self.engine).classify(error) is None and not isinstance(error, OSError):  # asyncpg's, unwrapped
                 raise
             raise Unavailable(f"the database takes no work: {describe_error(error)}") from error
         executor = Executor(Handlers(dict.fromkeys(handler.types, handler)), store)
@@ -366,7 +372,7 @@ class Inbox:
             from idemp.sql.engine import Database, worker_name
             from idemp.sql.scheduler import SqlScheduler
 
-            database, worker = Database(self._engine, self._settings.table_prefix, fast=self._settings.fast_path), worker_name()
+            database, worker = Database(self.engine, self._settings.table_prefix, fast=self._settings.fast_path), worker_name()
             with database.apart() if apart else nullcontext(database) as own:
                 if red := [str(finding) for finding in check_database(own) if finding.level == "red"]:
                     raise ConfigurationError("; ".join(red))
@@ -415,7 +421,7 @@ class AsyncInbox:
     def __init__(self, engine: AsyncEngine, *, settings: Settings | None = None) -> None:
         if not hasattr(engine, "sync_engine"):
             raise ConfigurationError(f"{engine!r} is not an AsyncEngine: an Engine is for Inbox")
-        self._engine, self._inbox = engine, Inbox(engine.sync_engine, settings=settings, _async_engine=engine)
+        self.engine, self._inbox = engine, Inbox(engine.sync_engine, settings=settings, _async_engine=engine)
 
     @property
     def broker(self) -> Outlet | None:
@@ -425,6 +431,11 @@ class AsyncInbox:
     @broker.setter
     def broker(self, broker: Outlet | None) -> None:
         self._inbox.broker = broker
+
+    @property
+    def has_broker(self) -> bool:
+        """Whether a broker is named; see `Inbox.has_broker`."""
+        return self._inbox.has_broker
 
     def wrap(
         self,
@@ -574,7 +585,7 @@ class AsyncInbox:
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         from idemp.sql.aio import run_on
 
-        return await run_on(self._engine, function, *arguments)
+        return await run_on(self.engine, function, *arguments)
 
 
 def _plain(engine: Engine) -> Engine:

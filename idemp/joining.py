@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from idemp.context import BaseContext
 from idemp.errors import Conflict, InFlight, Late
 from idemp.messages import RESULT
 from idemp.ports import Claim, Handled, Verdict
@@ -103,11 +104,11 @@ def join(
     unit.duplicate = answer.verdict is Verdict.DUPLICATE
     if unit.duplicate:
         unit.stored, unit.result = answer.outputs, answer.result
-        with _undone(session):
+        with _undone(session), _closing(unit):
             yield unit
         return
     with _undone(session):
-        with kept_open(session, connection, store.database.dialect):
+        with _closing(unit), kept_open(session, connection, store.database.dialect):
             yield unit
         outputs = unit.outputs()
         if outputs:
@@ -115,6 +116,15 @@ def join(
         unit.stored = [output for output in outputs if output.kind != RESULT]
         if unit.stored and grace is None and not scheduler.relay_alive(connection):
             unrelayed(len(unit.stored))
+
+
+@contextmanager
+def _closing(unit: BaseContext) -> Iterator[None]:
+    """Refuse messages after the block: they would be lost."""
+    try:
+        yield
+    finally:
+        unit.close()
 
 
 @contextmanager

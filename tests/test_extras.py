@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = "aiomysql aiosqlite amqp asyncpg boto3 botocore celery deltalake django greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark stomp time_machine watchfiles"
+OPTIONAL = "aiomysql aiosqlite amqp anyio asyncpg boto3 botocore celery deltalake django greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark starlette stomp time_machine watchfiles"
 MODULES = {
     "idemp.brokers.activemq.broker": "No module named 'stomp': pip install 'idemp[activemq]'",
     "idemp.brokers.rabbitmq.broker": "No module named 'amqp': pip install 'idemp[rabbitmq]'",
     "idemp.bulk": "No module named 'psycopg': pip install 'idemp[postgresql]'",
     "idemp.documents.couchdb": "No module named 'httpx': pip install 'idemp[couchdb]'",
     "idemp.documents.dynamodb": "No module named 'botocore': pip install 'idemp[dynamodb]'",
+    "idemp.integrations.asgi": "No module named 'anyio': pip install 'idemp[asgi]'",
     "idemp.integrations.celery": "No module named 'celery': pip install 'idemp[celery]'",
     "idemp.integrations.django": "No module named 'django': pip install 'idemp[django]'",
     "idemp.prepared.sqs": "No module named 'botocore': pip install 'idemp[sqs]'",

@@ -30,9 +30,11 @@ def current(broker: Outlet | None = None) -> BaseContext | None:
     """
     if (said := _SAID.get()) is not None:
         context, outlet = said
-        return context if None in (broker, outlet) or outlet is broker else None
-    running = RUNNING.get()
-    return running[0].context if len(running) == 1 else None
+        context = context if None in (broker, outlet) or outlet is broker else None
+    else:
+        running = RUNNING.get()
+        context = running[0].context if len(running) == 1 else None
+    return None if context is None or context.closed else context  # what is sent behind a handling is not a part of it
 
 
 @contextmanager

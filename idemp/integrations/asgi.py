@@ -1,0 +1,427 @@
+"""HTTP `Idempotency-Key`: a key, the changes of its endpoint and the answer are committed together, before the answer is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from http import HTTPStatus
+from inspect import iscoroutinefunction, isfunction
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from sqlalchemy import exc
+from sqlalchemy.orm import Session
+
+from idemp.context import BaseContext
+from idemp.errors import ConfigurationError, Conflict, InFlight, Unreadable, UnusableOutput, describe_error, needs
+from idemp.inbox import AsyncInbox, Inbox
+from idemp.integrations._capture import capturing
+from idemp.messages import MAX_BODY_BYTES
+from idemp.policy import Duration, Idempotent
+
+with needs("asgi"):
+    from anyio import CapacityLimiter, to_thread
+    from starlette.requests import HTTPConnection  # FastAPI reads the annotations of `session` and `unit`
+    from starlette.routing import compile_path
+
+__all__ = ["RESPONSES", "Idempotency", "Refused", "Route", "is_final", "session", "unit"]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+KEY: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])+)"|([\x20\x21\x23-\x7e]+)')  # a string of RFC 9651, or bare
+LONGEST_KEY: Final = 255  # characters
+PASSING: Final = frozenset({401, 403, 408, 409, 425, 429})
+UNSTORED: Final = frozenset(
+    b"connection date keep-alive proxy-authenticate set-cookie te trailer transfer-encoding upgrade".split()
+)
+OUTAGES: Final = (exc.InterfaceError, exc.OperationalError, exc.TimeoutError, OSError)
+AGAIN: Final = (b"retry-after", b"1")  # seconds
+BUSY: Final = "a request with this key is being handled"
+RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"description": HTTPStatus(status).phrase, "content": {"application/problem+json": {"schema": {"type": "object"}}}}
+    for status in (400, 401, 409, 410, 413, 422, 500, 503)
+}
+"""What the middleware answers by itself, for `responses=` of FastAPI."""
+RESPONSES[422]["content"]["application/json"] = {"schema": {"type": "object"}}  # FastAPI's own
+
+
+def is_final(status: int) -> bool:
+    """Return whether an answer is stored and replayed, and its changes are committed: below 500, but not what may pass.
+
+    What may pass: 401, 403, 408, 409, 425, 429. Then everything is rolled back, and the same key runs the endpoint again.
+
+    Example:
+        >>> is_final(201), is_final(404), is_final(429), is_final(503)
+        (True, True, False, False)
+    """
+    return status < 500 and status not in PASSING
+
+
+@dataclass(frozen=True)
+class Route:
+    """Requests whose keys are claimed.
+
+    Attributes:
+        method: Such as `POST`.
+        path: As Starlette and FastAPI have it.
+        name: Of the operation. It is stored for good, so it has no ids in it, and outlives a change of the path.
+        required: Whether a request without a key is refused; else it runs, in a transaction, each time.
+        key: Returns the key of a request from its headers and its body, as webhooks have it, or raises `Unreadable`. Such a key is
+            that of no client, and bodies under it are not compared.
+
+    Example:
+        >>> Route("POST", "/orders/{order_id}/refund", "shop.refund").required
+        True
+    """
+
+    method: str
+    path: str
+    name: str
+    required: bool = True
+    key: Callable[[HTTPConnection, bytes], str] | None = None
+
+
+class Idempotency:
+    """Middleware that runs the endpoint once for each key of a client, and answers later requests as it has answered the first one.
+
+    Args:
+        app: What it is put around: `api.add_middleware(Idempotency, inbox=…)` passes it.
+        inbox: `AsyncInbox` for `async def` endpoints, `Inbox` for plain ones, on the database that they change.
+        routes: Which requests have keys. All others pass.
+        client: Returns who sends a request, as its authentication knows it: two clients may use one key. None refuses it by 401.
+        consumer: Scope of the names.
+        retention: How long keys and answers are kept.
+        wait: Seconds that a second request waits for the first one, before it is answered by 409.
+        limit: Bytes that a request or an answer may have.
+        final: Whether an answer of this status is stored, and its changes committed; else all is rolled back.
+
+    Raises:
+        ConfigurationError: At start, if two routes have one name, the limit is none, or the tables are missing.
+
+    Example:
+        >>> from sqlalchemy.ext.asyncio import create_async_engine
+        >>> from starlette.applications import Starlette
+        >>> api = Starlette()
+        >>> api.add_middleware(
+        ...     Idempotency,
+        ...     inbox=AsyncInbox(create_async_engine("sqlite+aiosqlite:///shop.db")),
+        ...     routes=[Route("POST", "/orders", "shop.place_order")],
+        ...     client=lambda request: request.headers.get("authorization"),
+        ... )
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        inbox: AsyncInbox | Inbox,
+        routes: Sequence[Route],
+        client: Callable[[HTTPConnection], str | None],
+        consumer: str = "http",
+        retention: Duration = "1d",
+        wait: float = 2.0,
+        limit: int = 1_000_000,
+        final: Callable[[int], bool] = is_final,
+    ) -> None:
+        self.app, self.inbox, self.client, self.wait, self.limit, self.final = app, inbox, client, wait, limit, final
+        self._routes = [(each.method.upper(), compile_path(each.path)[0], each) for each in routes]
+        self._places: dict[str, dict[str, Any]] = {}
+        for each in routes:
+            policy = Idempotent(key="id", retention=retention, fingerprint="none" if each.key else "body")
+            self._places[each.name] = {"consumer": consumer, "type": each.name, "policy": policy}
+        self._running = WeakValueDictionary[tuple[str, str], asyncio.Lock]()
+        self._claiming = CapacityLimiter(40)  # threads; among those of the endpoints, claims would wait for each other
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle what a server passes (ASGI 3)."""
+        if scope["type"] == "lifespan":
+            return await self._live(scope, receive, send)
+        method, path = scope.get("method"), scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        route = next((route for each, pattern, route in self._routes if each == method and pattern.match(path)), None)
+        if route is None:
+            return await self.app(scope, receive, send)
+        try:
+            body, message = await self._read(route, scope, receive)
+        except Unreadable as error:
+            return await _refuse(send, getattr(error, "status", HTTPStatus.BAD_REQUEST), str(error))
+        except ConnectionError:  # the client has gone
+            return None
+        # Copies in one process wait for each other without a connection.
+        running = self._running.setdefault((route.name, message["id"]), asyncio.Lock())
+        try:
+            async with asyncio.timeout(self.wait):
+                await running.acquire()
+        except TimeoutError:
+            return await _refuse(send, HTTPStatus.CONFLICT, BUSY, AGAIN)
+        exchange = _Exchange(self, message, {**self._places[route.name], "wait": self.wait, "grace": 0.0}, running.release, send)
+        return await exchange.run(scope, _given({"type": "http.request", "body": body}, receive))
+
+    async def _read(self, route: Route, scope: Scope, receive: Receive) -> tuple[bytes, dict[str, str]]:
+        """Return the body of a request, and what is claimed for it."""
+        request, chunks, size, more = HTTPConnection(scope), list[bytes](), 0, True
+        key, who = ("", "") if route.key else (_key(request, required=route.required), self.client(request))
+        if who is None:
+            raise Refused(HTTPStatus.UNAUTHORIZED, "it is not known who sends this request; nothing was done")
+        while more:
+            said = await receive()
+            if said["type"] == "http.disconnect":
+                raise ConnectionError
+            chunks.append(said.get("body", b""))
+            size, more = size + len(chunks[-1]), said.get("more_body", False)
+            if size > self.limit:
+                text = f"the body has more than {self.limit:,} bytes; nothing was done"
+                raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+        body = b"".join(chunks)
+        head = f"{scope['method']} {scope['path']}?{scope.get('query_string', b'').decode('latin-1')}\n".encode()
+        if route.key:
+            id = route.key(request, body)
+        else:
+            owner = sha256(who.encode()).hexdigest()[:32]
+            id = f"{owner}:{key}" if len(key) <= 220 else f"{owner}#{sha256(key.encode()).hexdigest()}"  # an id has 255 bytes
+        return body, {"id": id, "request": sha256(head + body).hexdigest()}
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check and register before the app starts, and end the relay behind it."""
+        relay, starting = self.inbox.relay(), await receive()
+        try:
+            if len(self._places) < len(self._routes) or not 0 < self.limit <= MAX_BODY_BYTES - 100_000:
+                raise ConfigurationError(
+                    f"limit={self.limit} is too large, or two routes have one name: {', '.join(self._places)}"
+                )
+            for place in self._places.values():
+                await self.do(partial(self.inbox.prepare, **place))
+            if self.inbox.has_broker:
+                await asyncio.to_thread(relay.start)
+        except Exception as error:  # a server would go on if it were only raised
+            await send({"type": "lifespan.startup.failed", "message": describe_error(error)})
+            raise
+        try:
+            await self.app(scope, _given(starting, receive), send)
+        finally:
+            await asyncio.to_thread(relay.stop)
+
+    async def do(self, function: Callable[..., Any], *arguments: Any, begins: bool = False) -> Any:
+        """Await a method of an asynchronous inbox or session, or run one of a plain one in a thread."""
+        if isinstance(self.inbox, AsyncInbox):
+            return await function(*arguments)
+        limiter = self._claiming if begins else CapacityLimiter(1)
+        ended = asyncio.ensure_future(to_thread.run_sync(partial(function, *arguments), limiter=limiter))
+        try:
+            return await asyncio.shield(ended)
+        except asyncio.CancelledError:  # no other thread may use the session meanwhile
+            await asyncio.wait([ended])
+            raise
+
+
+class _Exchange:
+    """A request and its answer, which is kept back until the transaction has ended."""
+
+    def __init__(
+        self, owner: Idempotency, message: Mapping[str, str], place: Mapping[str, Any], release: Callable[[], None], send: Send
+    ) -> None:
+        self.owner, self._release, self._send, inbox = owner, [release], send, owner.inbox
+        self._start: MutableMapping[str, Any] = {}
+        self._chunks, self._size, self._over = list[bytes](), 0, False
+        mode: dict[str, Any] = {"expire_on_commit": False, "close_resets_only": False}  # what is closed stays so
+        self.unit: Any
+        if isinstance(inbox, AsyncInbox):
+            from sqlalchemy.ext.asyncio import AsyncSession
+
+            self.session: Any = AsyncSession(inbox.engine, **mode)
+            block: Any = inbox.claim(self.session, message, **place)
+            self._enter, self._leave, self._close = block.__aenter__, block.__aexit__, self.session.__aexit__
+        else:
+            self.session = Session(inbox.engine, **mode)
+            block = inbox.claim(self.session, message, **place)
+            self._enter, self._leave, self._close = block.__enter__, block.__exit__, self.session.__exit__
+
+    async def run(self, scope: Scope, receive: Receive) -> None:
+        """Claim the key, then run the endpoint, or answer as it has answered."""
+        try:
+            self.unit = await self.owner.do(self._enter, begins=True)
+            if self.unit.duplicate:
+                await self._end()
+        except BaseException as error:  # noqa: BLE001 - `_fail` raises it
+            await self._give_back()
+            if isinstance(error, InFlight):
+                return await _refuse(self._send, HTTPStatus.CONFLICT, BUSY, AGAIN)
+            if isinstance(error, Conflict):
+                return await _refuse(self._send, HTTPStatus.UNPROCESSABLE_ENTITY, "this key was used with another request")
+            if isinstance(error, Unreadable):
+                return await _refuse(self._send, HTTPStatus.BAD_REQUEST, str(error))
+            await self._fail(error)
+        if self.unit.duplicate:
+            return await self._replay()
+        theirs = {name: said for name, said in (scope.get("extensions") or {}).items() if not name.startswith("http.response")}
+        scope.update(extensions=theirs, idemp=self)  # no outer middleware would see the endpoint in a copy
+        try:
+            with capturing(self.unit, self.owner.inbox.broker):
+                await self.owner.app(scope, receive, self._take)
+        except BaseException as error:
+            await self._end(error)
+            raise
+        return await self._end(ConnectionError("the app has not finished its answer"))
+
+    async def _end(self, error: BaseException | None = None) -> None:
+        """Commit; or roll back, if there is an error. It does nothing if the transaction has ended."""
+        if self._over:
+            return
+        self._over = True
+        try:
+            await self.owner.do(self._leave, error and type(error), error, None)
+            if error is None:
+                await self.owner.do(self.session.commit)
+        except Exception:
+            if error is None:
+                raise
+        finally:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        try:
+            await self.owner.do(self._close, None, None, None)
+        finally:
+            while self._release:
+                self._release.pop()()
+
+    async def _take(self, message: MutableMapping[str, Any]) -> None:
+        """Take a part of the answer."""
+        if self._over:
+            return await self._send(message)
+        if message["type"] == "http.response.start":
+            self._start = message
+        if message["type"] == "http.response.body":
+            self._chunks.append(message.get("body", b""))
+            self._size += len(self._chunks[-1])
+            if self._size > self.owner.limit:
+                error = UnusableOutput(f"the answer has more than {self.owner.limit:,} bytes: answer with less, or raise limit=")
+                await self._end(error)
+                await self._fail(error)
+            if not message.get("more_body"):
+                await self._finish(self._start["status"], b"".join(self._chunks))
+        return None
+
+    async def _finish(self, status: int, body: bytes) -> None:
+        if not self.owner.final(status):
+            await self._end(ConnectionError(f"the answer is {status}"))
+        else:
+            kept = [pair for pair in self._start.get("headers", ()) if pair[0].lower() not in UNSTORED]
+            head = [status, [[name.decode("latin-1"), value.decode("latin-1")] for name, value in kept]]
+            self.unit.result = json.dumps(head).encode() + b"\n" + body
+            try:
+                await self._end()
+            except Exception as error:  # noqa: BLE001 - it is raised again, so that no background task runs
+                await self._fail(error)
+            if self.unit.stored:  # no answer waits for the broker
+                asyncio.get_running_loop().run_in_executor(None, self.owner.inbox.relay().wake)
+        await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _replay(self) -> None:
+        if not self.unit.result:
+            return await _refuse(self._send, HTTPStatus.GONE, "this request was handled, and its answer was erased")
+        head, _, body = self.unit.result.partition(b"\n")
+        status, kept = json.loads(head)
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in [*kept, ("idempotent-replayed", "true")]]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        return await self._send({"type": "http.response.body", "body": body})
+
+    async def _fail(self, error: BaseException) -> None:
+        """Answer instead of the endpoint, and raise the error, so that the server logs it."""
+        if isinstance(error, OUTAGES):
+            text = "the database has not confirmed this request: send it again with the same key"
+            await _refuse(self._send, HTTPStatus.SERVICE_UNAVAILABLE, text, AGAIN)
+        elif isinstance(error, Exception):
+            await _refuse(self._send, HTTPStatus.INTERNAL_SERVER_ERROR, "this request failed, and nothing was done")
+        raise error
+
+
+def session(request: HTTPConnection) -> Any:
+    """Return the session of the claim, which the middleware commits: `Annotated[AsyncSession, Depends(session)]`, or `Session`.
+
+    Raises:
+        ConfigurationError: The request has no declared route, or a plain `def` endpoint would get an asynchronous session.
+
+    Example:
+        >>> async def endpoint(request: HTTPConnection) -> None:
+        ...     await session(request).execute(...)
+    """
+    exchange, endpoint = _exchange(request), request.scope.get("endpoint")
+    if isinstance(exchange.owner.inbox, AsyncInbox) and isfunction(endpoint) and not iscoroutinefunction(endpoint):
+        raise ConfigurationError(f"{endpoint.__name__} is a plain def, and its session is asynchronous: give its route an Inbox")
+    return exchange.session
+
+
+def unit(request: HTTPConnection) -> BaseContext:
+    """Return the unit of the claim: `send`, `publish` and `forward` store messages, which go out after COMMIT.
+
+    Raises:
+        ConfigurationError: The request has no declared route.
+
+    Example:
+        >>> def endpoint(request: HTTPConnection) -> None:
+        ...     unit(request).send({"order_id": 7}, to="stock", type="shop.Reserve")
+    """
+    found: BaseContext = _exchange(request).unit
+    return found
+
+
+def _exchange(request: HTTPConnection) -> _Exchange:
+    found: _Exchange | None = request.scope.get("idemp")
+    if found is None:
+        raise ConfigurationError(f"{request.scope['path']} has no Route in the middleware Idempotency, so it has no claim")
+    return found
+
+
+class Refused(Unreadable):
+    """A request that is answered before anything is claimed.
+
+    Attributes:
+        status: Of the answer.
+
+    Example:
+        >>> Refused(HTTPStatus.UNAUTHORIZED, "no signature fits").status.phrase
+        'Unauthorized'
+    """
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def _key(request: HTTPConnection, *, required: bool) -> str:
+    given = request.headers.getlist("idempotency-key")
+    if not given and not required:
+        return secrets.token_hex(16)
+    match = KEY.fullmatch(given[0].strip()) if len(given) == 1 else None
+    key = match and (match[2] or re.sub(r"\\(.)", r"\1", match[1]))
+    if not key or len(key) > LONGEST_KEY:
+        raise Unreadable(f"this request needs one Idempotency-Key of 1 to {LONGEST_KEY} visible characters; nothing was done")
+    return key
+
+
+def _given(first: MutableMapping[str, Any], receive: Receive) -> Receive:
+    """Return a function that receives a first message again, and then the others."""
+    messages = [first]
+
+    async def again() -> MutableMapping[str, Any]:
+        return messages.pop() if messages else await receive()
+
+    return again
+
+
+async def _refuse(send: Send, status: HTTPStatus, text: str, *headers: tuple[bytes, bytes]) -> None:
+    """Answer as RFC 9457 has it."""
+    body = json.dumps({"type": "about:blank", "title": status.phrase, "status": status, "detail": text}).encode()
+    said = [(b"content-type", b"application/problem+json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": int(status), "headers": said})
+    await send({"type": "http.response.body", "body": body})

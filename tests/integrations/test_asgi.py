@@ -1,0 +1,369 @@
+"""HTTP endpoints behind `Idempotency`: in this process on SQLite and PostgreSQL, and as servers that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pika
+import psycopg
+import pytest
+import stripe
+from increase import Increase
+from sqlalchemy import create_engine, make_url, text
+from starlette.testclient import TestClient
+
+from idemp import ConfigurationError
+from tests.integrations import http_shop
+from tests.integrations.http_shop import TABLES, make
+from tests.servers.databases import query
+from tests.servers.process import has_ended
+from tests.worker.test_loop import wait_for
+from tests.world import SINK
+
+ME = {"authorization": "me"}
+
+
+class Shop:
+    """The service in this process."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.url, self.api = url, make(url, **options)
+        self.client = TestClient(self.api, raise_server_exceptions=False)
+        self.engine = create_engine(url)
+
+    def post(self, path: str = "/orders", key: str | None = "a", *, method: str = "POST", who: str = "me", **order: Any) -> Any:
+        headers = {"authorization": who} | ({"idempotency-key": key} if key is not None else {})
+        return self.client.request(method, path, headers=headers, json={"sku": "lamp", **order})
+
+    def rows(self, statement: str) -> list[Any]:
+        with self.engine.connect() as connection:
+            return [tuple(row) for row in connection.execute(text(statement))]
+
+    def placed(self) -> int:
+        return int(self.rows("SELECT count(*) FROM placed")[0][0])
+
+    def claims(self) -> int:
+        return int(self.rows("SELECT count(*) FROM idemp_inbox")[0][0])
+
+    def outputs(self) -> int:
+        return int(self.rows("SELECT count(*) FROM idemp_output WHERE kind <> 'result'")[0][0])
+
+
+@pytest.fixture
+def shop(kind: str, url: str, request: pytest.FixtureRequest) -> Iterator[Shop]:
+    shop = Shop(url, **getattr(request, "param", {}))
+    with shop.engine.begin() as connection:
+        for table in TABLES if kind == "postgresql" else TABLES[:1]:
+            connection.execute(text(table))
+    http_shop.passed.clear()
+    with shop.client:
+        yield shop
+        shop.client.portal.call(shop.api.state.inboxes[0].engine.dispose)
+    shop.api.state.inboxes[1].engine.dispose()
+    shop.engine.dispose()
+
+
+every_kind = pytest.mark.parametrize("kind", ["postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
+on_postgresql = pytest.mark.parametrize("kind", ["postgresql-psycopg"], indirect=True)
+on_sqlite = pytest.mark.parametrize("kind", ["sqlite-aiosqlite"], indirect=True)
+
+
+@every_kind
+def test_a_key_has_one_effect_and_one_answer(shop: Shop) -> None:
+    for number, path in enumerate(("/orders", "/plain"), 1):
+        first, again, quoted = shop.post(path), shop.post(path), shop.post(path, key='"a"')
+        assert (first.status_code, first.headers.get("idempotent-replayed")) == (201, None), first.text
+        for each in (again, quoted):
+            assert (each.status_code, each.headers["idempotent-replayed"], each.json()) == (201, "true", first.json())
+            kept = {name: value for name, value in first.headers.items() if name != "set-cookie"}
+            assert {**each.headers} == {**kept, "idempotent-replayed": "true"}
+        assert "set-cookie" in first.headers
+        assert shop.post(path, who="you").json() != first.json()
+        other = shop.post(path, sku="chair")
+        assert (other.status_code, other.headers["content-type"]) == (422, "application/problem+json")
+        assert (shop.placed(), shop.outputs()) == (2 * number, 2 * number)
+    assert [shop.post("/orders/7", method="PATCH").status_code, shop.post("/orders/8", method="PATCH").status_code] == [200, 422]
+    assert shop.post("/orders/7?x=1", method="PATCH").status_code == 422
+    assert [shop.post("/orders/9", None, method="PATCH").status_code for _ in range(2)] == [
+        200,
+        200,
+    ]  # a key is not required there
+    assert shop.placed() == 7
+
+
+@on_sqlite
+def test_keys(shop: Shop) -> None:
+    for wrong in ("", " ", "\t", '"a', 'a"', '""', "a" * 256, f'"{"a" * 256}"', "é", '"a";b=1', '"a", "b"', '"\\a"'):
+        answer = shop.post(key=wrong.encode())
+        assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json"), wrong
+    assert shop.post(key=None).status_code == 400
+    twice = [("authorization", "me"), ("idempotency-key", "a"), ("idempotency-key", "a")]
+    assert shop.client.post("/orders", headers=twice, json={"sku": "lamp"}).status_code == 400
+    assert shop.client.post("/orders", headers={"idempotency-key": "a"}, json={"sku": "lamp"}).status_code == 401
+    assert shop.claims() == shop.placed() == 0
+    long = ["k" * 219, "k" * 220, "k" * 254, "k" * 254 + "l", "k" * 254 + "m"]
+    good = ["a", '"a b"', '"a\\"b"', '"a\\\\b"', *long]
+    assert [shop.post(key=key).status_code for key in good] == [201] * len(good)
+    assert [shop.post(key=key).headers["idempotent-replayed"] for key in good] == ["true"] * len(good)
+    assert shop.claims() == shop.placed() == len(good)
+    assert shop.post(key=" a b ").headers["idempotent-replayed"] == "true"  # as some clients have it
+
+
+@every_kind
+def test_what_is_not_final_is_rolled_back(shop: Shop) -> None:
+    passing = [{"status": status} for status in (401, 403, 408, 409, 425, 429, 500, 503)]
+    for number, order in enumerate([*passing, {"fault": "error"}, {"fault": "raise", "status": 409}]):
+        for path in ("/orders", "/plain"):
+            answer = shop.post(path, str(number), **order)
+            assert answer.status_code == order.get("status", 500)
+            assert "idempotent-replayed" not in shop.post(path, str(number), **order).headers
+    assert (shop.claims(), shop.placed(), shop.outputs()) == (0, 0, 0)
+    for key, order in (("r", {"fault": "raise", "status": 404}), ("s", {"status": 402})):
+        assert shop.post(key=key, **order).status_code == shop.post(key=key, **order).status_code == order["status"]
+    assert (shop.claims(), shop.placed()) == (2, 2)
+
+
+@on_postgresql
+@pytest.mark.parametrize("shop", [{"limit": 500}], indirect=True)
+def test_what_cannot_be_committed(shop: Shop) -> None:
+    """A commit by the endpoint, an error that it has caught, an answer or a body that is too long, and a refused COMMIT."""
+    for fault, status in (("commit", 500), ("caught", 500)):
+        assert shop.post(key=fault, fault=fault).status_code == status
+    assert shop.post(key="long", long=501).status_code == 500
+    assert shop.post(key="long", sku="s" * 501).status_code == 413
+    assert shop.post("/later", "later", fault="deferred").status_code == 500
+    assert (shop.claims(), shop.placed(), http_shop.passed) == (0, 0, [])  # no background task has run
+    assert shop.post(key="commit").status_code == 201
+
+
+@every_kind
+def test_background_tasks_run_behind_the_commit(shop: Shop) -> None:
+    for status, claims in ((201, 1), (409, 1)):
+        assert shop.post("/later", str(status), status=status).status_code == status
+        assert http_shop.passed == ["None", "InvalidRequestError", "HandlerError"]
+        assert shop.claims() == claims
+        http_shop.passed.clear()
+    shop.post("/later", "201")
+    assert http_shop.passed == []
+
+
+@every_kind
+def test_streams(shop: Shop) -> None:
+    assert [shop.post("/stream").text for _ in range(2)] == ["abc", "abc"]
+    assert shop.placed() == 3
+    assert shop.post("/stream", "b", fault="error").status_code == 500
+    assert (shop.placed(), shop.claims()) == (3, 1)
+
+
+@on_sqlite
+def test_an_answer_that_was_erased(shop: Shop) -> None:
+    shop.post()
+    with shop.engine.begin() as connection:
+        connection.execute(text("UPDATE idemp_output SET headers = :none, body = :empty"), {"none": b"{}", "empty": b""})
+    answer = shop.post()
+    assert (answer.status_code, shop.placed()) == (410, 1)
+
+
+@on_sqlite
+def test_endpoints_that_do_not_fit_are_refused(shop: Shop) -> None:
+    client = TestClient(shop.api)
+    with pytest.raises(ConfigurationError, match="wrong is a plain def"):
+        client.post("/wrong", headers={**ME, "idempotency-key": "a"})
+    with pytest.raises(ConfigurationError, match="/undeclared has no Route"):
+        client.post("/undeclared")
+    assert shop.claims() == 0
+
+
+@on_sqlite
+@pytest.mark.parametrize(
+    ("fault", "told"), [({"limit": 0}, "limit=0"), ({"limit": 16 * 1024 * 1024}, "too large"), ({"retention": "no"}, "retention")]
+)
+def test_a_server_does_not_start(fault: dict[str, Any], told: str, url: str) -> None:
+    with pytest.raises((RuntimeError, ConfigurationError), match=told), TestClient(make(url, **fault)):
+        pass
+
+
+# Real servers
+
+
+class Server:
+    """Uvicorn on a real database, in processes that can be killed; connections wait in a socket while none runs."""
+
+    def __init__(self, url: str, vhost: str, folder: Path, **environment: str) -> None:
+        self.mark = folder / "kill"
+        environment = {**os.environ, "IDEMP_DATABASE_URL": url, "IDEMP_BROKER_URL": vhost, "KILL": str(self.mark), **environment}
+        self.url, self.vhost, self._log = url, vhost, (folder / "log").open("wb")
+        command = [sys.executable, "-m", "tests.integrations.http_shop"]
+        self._parent = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        self.address = f"http://127.0.0.1:{self._line()}"
+        self.begin()
+
+    def _line(self) -> str:
+        assert self._parent.stdout is not None
+        return self._parent.stdout.readline().strip()
+
+    def begin(self) -> None:
+        """Start a process that answers."""
+        print("begin", file=self._parent.stdin, flush=True)
+        self.pid = int(self._line())
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        self._parent.communicate(timeout=30)
+        self._log.close()
+
+    @contextmanager
+    def restarted(self) -> Iterator[None]:
+        """Start another process whenever one has ended."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(0.02):
+                if has_ended(self.pid):
+                    self.begin()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+    def post(self, key: str, order: Mapping[str, Any], who: str = "me", path: str = "/orders", **headers: str) -> httpx.Response:
+        headers |= {"idempotency-key": key, "authorization": who}
+        return httpx.post(self.address + path, json=order, headers=headers, timeout=30)
+
+    def sent(self, count: int) -> dict[str, set[str]]:
+        """Wait for so many messages; return under which ids each sku has arrived."""
+        found: dict[str, set[str]] = defaultdict(set)
+        with closing(pika.BlockingConnection(pika.URLParameters(self.vhost))) as connection:
+            channel = connection.channel()
+
+            def arrived() -> bool:
+                while (taken := channel.basic_get(SINK, auto_ack=True))[0]:
+                    found[json.loads(taken[2])["sku"]].add(taken[1].message_id)
+                return len(found) >= count
+
+            wait_for(arrived)
+            wait_for(lambda: not query(self.url, "SELECT 1 FROM idemp_pending"))
+            arrived()
+        return found
+
+
+@pytest.fixture
+def server(url: str, vhost: str, tmp_path: Path) -> Iterator[Server]:
+    for table in TABLES:
+        query(url, table)
+    with closing(pika.BlockingConnection(pika.URLParameters(vhost))) as connection:
+        connection.channel().queue_declare(SINK, durable=True)
+    server = Server(url, vhost, tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_requests_at_once(server: Server) -> None:
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    address = make_url(server.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with closing(psycopg.connect(address, autocommit=True)) as holder, ThreadPoolExecutor(8) as threads:
+        for path in ("/orders", "/plain"):
+            order = {"sku": path, "lock": 7}
+            holder.execute("SELECT pg_advisory_lock(7)")
+            first = threads.submit(server.post, "two", order, path=path)
+            wait_for(lambda: query(server.url, waiting) == [(1,)])
+            second = threads.submit(server.post, "two", order, path=path)
+            five = [threads.submit(server.post, "five", {**order, "sku": f"{path} of five"}, path=path) for _ in range(5)]
+            wait_for(lambda: query(server.url, waiting) == [(2,)])
+            wait_for(lambda sent=five: sum(each.done() for each in sent) == 4)  # they have waited for long enough
+            assert not first.done()
+            assert second.result().status_code == 409  # so has this one, behind the first
+            third = threads.submit(server.post, "two", order, path=path)
+            wait_for(lambda: query(server.url, "SELECT 1 FROM placed") == [])
+            holder.execute("SELECT pg_advisory_unlock(7)")
+            assert (third.result().json(), third.result().headers["idempotent-replayed"]) == (first.result().json(), "true")
+            answers = [each.result() for each in five]
+            assert Counter(each.status_code for each in answers) == {201: 1, 409: 4}
+            assert {each.headers.get("retry-after") for each in answers} == {"1", None}
+            query(server.url, "DELETE FROM placed")
+    assert {each: len(ids) for each, ids in server.sent(4).items()} == dict.fromkeys(
+        ["/orders", "/orders of five", "/plain", "/plain of five"], 1
+    )
+
+
+KEYS, KILLS = 300, 6  # of a storm; 2,000 keys and 30 kills take two minutes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql-psycopg"], indirect=True)
+def test_servers_that_are_killed_under_load(server: Server) -> None:
+    """In the endpoint, between COMMIT and send, between COMMIT and the answer, and anywhere."""
+    chance = Random(7)
+    plans = [(f"sku{number}", ["", *chance.choices(["endpoint", "send", "answer"], k=1)]) for number in range(KILLS)]
+    kills = {sku: where[-1] for sku, where in plans}
+    orders = [(f"sku{number}", chance.randint(1, 4)) for number in range(KEYS)]
+    todo = [sku for sku, times in orders for _ in range(times)]
+    chance.shuffle(todo)
+    answers: dict[str, set[str]] = defaultdict(set)
+
+    def deliver(sku: str) -> None:
+        """Send until there is an answer, as a client does that retries."""
+        while True:
+            where = kills.pop(sku, None)
+            with suppress(httpx.TransportError):
+                answer = server.post(sku, {"sku": sku}, **({"x-kill": where} if where else {}))
+                if answer.status_code == 201:
+                    answers[sku].add(answer.text)
+                    return
+                assert answer.status_code == 409, answer.text
+
+    with server.restarted(), ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(deliver, todo):
+            pass
+    assert not kills
+    assert {sku: len(said) for sku, said in answers.items()} == {sku: 1 for sku, _ in orders}
+    assert dict(query(server.url, "SELECT sku, count(*) FROM placed GROUP BY sku")) == {sku: 1 for sku, _ in orders}
+    receipts = dict(query(server.url, "SELECT sku, receipt FROM placed"))
+    assert {sku: json.loads(next(iter(said)))["receipt"] for sku, said in answers.items()} == receipts
+    assert {sku: len(ids) for sku, ids in server.sent(KEYS).items()} == {sku: 1 for sku, _ in orders}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_clients_of_payment_providers_work_unchanged(server: Server) -> None:
+    """They send keys, and repeat a request that has got no answer under the same key: of Stripe, form data; of Increase, JSON."""
+    by_stripe = stripe.StripeClient("sk_test_1", base_addresses={"api": server.address}, max_network_retries=3)
+    by_increase = Increase(api_key="secret", base_url=server.address, max_retries=3)
+    pay = partial(by_stripe.v1.payment_intents.create, params={"amount": 1200, "currency": "eur"})
+    account = partial(by_increase.accounts.create, name="shop", program_id="program")
+    calls = [
+        (lambda: pay().id, lambda: pay(options={"idempotency_key": "order 7"}).id),
+        (lambda: account().id, lambda: account(idempotency_key="order-7").id),
+    ]
+    with server.restarted():
+        for number, (anew, once) in enumerate(calls):
+            for call, more in ((anew, 1), (once, 0)):
+                before = len(query(server.url, "SELECT * FROM placed"))
+                server.mark.touch()
+                first = call()  # whose first answer is lost
+                assert not server.mark.exists()
+                assert (call() == first) is not bool(more)
+                assert len(query(server.url, "SELECT * FROM placed")) == before + 1 + more, number
