@@ -46,12 +46,12 @@ UNSTORED: Final = frozenset(
 OUTAGES: Final = (exc.InterfaceError, exc.OperationalError, exc.TimeoutError, OSError)
 AGAIN: Final = (b"retry-after", b"1")  # seconds
 BUSY: Final = "a request with this key is being handled"
+_KINDS: Final = ("application/problem+json", "application/json")  # ours, and those of errors that FastAPI finds
 RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"description": HTTPStatus(status).phrase, "content": {"application/problem+json": {"schema": {"type": "object"}}}}
+    status: {"description": HTTPStatus(status).phrase, "content": {kind: {"schema": {"type": "object"}} for kind in _KINDS}}
     for status in (400, 401, 409, 410, 413, 422, 500, 503)
 }
-"""What the middleware answers by itself, for `responses=` of FastAPI."""
-RESPONSES[422]["content"]["application/json"] = {"schema": {"type": "object"}}  # FastAPI's own
+"""What may be answered beside the endpoint's own answers, for `responses=` of FastAPI."""
 
 
 def is_final(status: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,8 +32,9 @@ from tests.integrations import http_shop
 from tests.integrations.http_shop import TABLES, make
 from tests.servers.databases import query
 from tests.servers.process import has_ended
+from tests.test_docs import BLOCK, NAMED, ROOT
 from tests.worker.test_loop import wait_for
-from tests.world import SINK
+from tests.world import SINK, asynchronous_url
 
 ME = {"authorization": "me"}
 
@@ -367,3 +369,32 @@ def test_clients_of_payment_providers_work_unchanged(server: Server) -> None:
                 assert not server.mark.exists()
                 assert (call() == first) is not bool(more)
                 assert len(query(server.url, "SELECT * FROM placed")) == before + 1 + more, number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_the_service_of_the_page_does_what_its_openapi_document_says(url: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "http.md").read_text().replace("sqlite+aiosqlite:///idemp.db", asynchronous_url(url))
+    for _, block in BLOCK.findall(page):
+        if named := NAMED.match(block):
+            (tmp_path / named[1]).write_text(block)
+    query(url, "CREATE TABLE shop_order (id SERIAL, sku TEXT, refunded INTEGER)")
+    found = tmp_path / "out"
+    with found.open("w") as out:
+        options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": out, "stderr": out}
+        served = subprocess.Popen(
+            [sys.executable, "-m", "uvicorn", "service:api", "--host", "127.0.0.1", "--port", "0"], **options
+        )
+    try:
+        wait_for(lambda: "running on" in found.read_text() or served.poll() is not None)
+        (address,) = re.findall(r"running on (\S+)", found.read_text())
+        command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{address}/openapi.json", "--no-color"]
+        command += ["--header", "authorization: me", "--max-examples", "50"]
+        command += ["--exclude-checks", "positive_data_acceptance"]  # a key of an earlier request is refused: no schema knows it
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert run.returncode == 0, run.stdout[-4000:]
+    finally:
+        served.terminate()
+        assert served.wait(30) in (0, -15)
+    placed, answered = query(url, "SELECT count(*) FROM shop_order"), "SELECT count(*) FROM idemp_inbox"
+    assert 0 < placed[0][0] <= query(url, answered)[0][0]
