@@ -19,7 +19,17 @@ from sqlalchemy import exc
 from sqlalchemy.orm import Session
 
 from idemp.context import BaseContext
-from idemp.errors import ConfigurationError, Conflict, InFlight, Unreadable, UnusableOutput, describe_error, needs
+from idemp.errors import (
+    BlockEnded,
+    ConfigurationError,
+    Conflict,
+    InFlight,
+    Late,
+    Unreadable,
+    UnusableOutput,
+    describe_error,
+    needs,
+)
 from idemp.inbox import AsyncInbox, Inbox
 from idemp.integrations._capture import capturing
 from idemp.messages import MAX_BODY_BYTES
@@ -43,9 +53,23 @@ PASSING: Final = frozenset({401, 403, 408, 409, 425, 429})
 UNSTORED: Final = frozenset(
     b"connection date keep-alive proxy-authenticate set-cookie te trailer transfer-encoding upgrade".split()
 )
-OUTAGES: Final = (exc.InterfaceError, exc.OperationalError, exc.TimeoutError, OSError)
 AGAIN: Final = (b"retry-after", b"1")  # seconds
-BUSY: Final = "a request with this key is being handled"
+BUSY: Final = (HTTPStatus.CONFLICT, "a request with this key is being handled", AGAIN)
+AWAY: Final = (
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "the database has not confirmed this request: send it again with the same key",
+    AGAIN,
+)
+ANSWERS: Final[Mapping[type[Exception], tuple[Any, ...]]] = {
+    InFlight: BUSY,
+    Conflict: (HTTPStatus.UNPROCESSABLE_ENTITY, "this key was used with another request"),
+    Late: (HTTPStatus.GONE, ""),
+    Unreadable: (HTTPStatus.BAD_REQUEST, ""),
+    BlockEnded: (HTTPStatus.INTERNAL_SERVER_ERROR, "the endpoint has ended its transaction; what it has done is not known"),
+    **dict.fromkeys((exc.InterfaceError, exc.OperationalError, exc.TimeoutError, OSError), AWAY),
+    Exception: (HTTPStatus.INTERNAL_SERVER_ERROR, "this request failed, and nothing was done"),
+}
+"""Answers to errors before and behind the endpoint, by the first class that fits; without a text, the error's own."""
 _KINDS: Final = ("application/problem+json", "application/json")  # ours, and those of errors that FastAPI finds
 RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status: {"description": HTTPStatus(status).phrase, "content": {kind: {"schema": {"type": "object"}} for kind in _KINDS}}
@@ -161,7 +185,7 @@ class Idempotency:
             async with asyncio.timeout(self.wait):
                 await running.acquire()
         except TimeoutError:
-            return await _refuse(send, HTTPStatus.CONFLICT, BUSY, AGAIN)
+            return await _refuse(send, *BUSY)
         exchange = _Exchange(self, message, {**self._places[route.name], "wait": self.wait, "grace": 0.0}, running.release, send)
         return await exchange.run(scope, _given({"type": "http.request", "body": body}, receive))
 
@@ -193,10 +217,12 @@ class Idempotency:
         """Check and register before the app starts, and end the relay behind it."""
         relay, starting = self.inbox.relay(), await receive()
         try:
-            if len(self._places) < len(self._routes) or not 0 < self.limit <= MAX_BODY_BYTES - 100_000:
+            if len(self._places) < len(self._routes):
                 raise ConfigurationError(
-                    f"limit={self.limit} is too large, or two routes have one name: {', '.join(self._places)}"
+                    f"two routes have one name, or twice the same one is declared: {', '.join(self._places)}"
                 )
+            if not 0 < self.limit <= MAX_BODY_BYTES - 100_000:
+                raise ConfigurationError(f"limit={self.limit} has to be 1 to {MAX_BODY_BYTES - 100_000:,} bytes")
             for place in self._places.values():
                 await self.do(partial(self.inbox.prepare, **place))
             if self.inbox.has_broker:
@@ -228,37 +254,33 @@ class _Exchange:
     def __init__(
         self, owner: Idempotency, message: Mapping[str, str], place: Mapping[str, Any], release: Callable[[], None], send: Send
     ) -> None:
-        self.owner, self._release, self._send, inbox = owner, [release], send, owner.inbox
+        self.owner, self._release, self._send, inbox = owner, release, send, owner.inbox
         self._start: MutableMapping[str, Any] = {}
         self._chunks, self._size, self._over = list[bytes](), 0, False
         mode: dict[str, Any] = {"expire_on_commit": False, "close_resets_only": False}  # what is closed stays so
-        self.unit: Any
+        self.unit: Any = None
         if isinstance(inbox, AsyncInbox):
             from sqlalchemy.ext.asyncio import AsyncSession
 
             self.session: Any = AsyncSession(inbox.engine, **mode)
             block: Any = inbox.claim(self.session, message, **place)
-            self._enter, self._leave, self._close = block.__aenter__, block.__aexit__, self.session.__aexit__
+            self._methods = block.__aenter__, block.__aexit__, self.session.commit, self.session.__aexit__
         else:
             self.session = Session(inbox.engine, **mode)
             block = inbox.claim(self.session, message, **place)
-            self._enter, self._leave, self._close = block.__enter__, block.__exit__, self.session.__exit__
+            self._methods = self._enter, block.__exit__, self.session.commit, self.session.__exit__
+        self._block = block
 
     async def run(self, scope: Scope, receive: Receive) -> None:
         """Claim the key, then run the endpoint, or answer as it has answered."""
+        enter, *_ = self._methods
         try:
-            self.unit = await self.owner.do(self._enter, begins=True)
+            self.unit = await self.owner.do(enter, begins=True)
             if self.unit.duplicate:
                 await self._end()
         except BaseException as error:  # noqa: BLE001 - `_fail` raises it
-            await self._give_back()
-            if isinstance(error, InFlight):
-                return await _refuse(self._send, HTTPStatus.CONFLICT, BUSY, AGAIN)
-            if isinstance(error, Conflict):
-                return await _refuse(self._send, HTTPStatus.UNPROCESSABLE_ENTITY, "this key was used with another request")
-            if isinstance(error, Unreadable):
-                return await _refuse(self._send, HTTPStatus.BAD_REQUEST, str(error))
-            await self._fail(error)
+            await self._end(error)
+            return await self._fail(error)
         if self.unit.duplicate:
             return await self._replay()
         theirs = {name: said for name, said in (scope.get("extensions") or {}).items() if not name.startswith("http.response")}
@@ -271,27 +293,28 @@ class _Exchange:
             raise
         return await self._end(ConnectionError("the app has not finished its answer"))
 
+    def _enter(self) -> Any:
+        self.unit = self._block.__enter__()  # here, because a task that is cancelled does not get what its thread returns
+        return self.unit
+
     async def _end(self, error: BaseException | None = None) -> None:
         """Commit; or roll back, if there is an error. It does nothing if the transaction has ended."""
         if self._over:
             return
-        self._over = True
+        self._over, (_, leave, commit, close), do = True, self._methods, self.owner.do
         try:
-            await self.owner.do(self._leave, error and type(error), error, None)
+            if self.unit is not None:
+                await do(leave, error and type(error), error, None)
             if error is None:
-                await self.owner.do(self.session.commit)
+                await do(commit)
         except Exception:
             if error is None:
                 raise
         finally:
-            await self._give_back()
-
-    async def _give_back(self) -> None:
-        try:
-            await self.owner.do(self._close, None, None, None)
-        finally:
-            while self._release:
-                self._release.pop()()
+            try:
+                await do(close, None, None, None)
+            finally:
+                self._release()
 
     async def _take(self, message: MutableMapping[str, Any]) -> None:
         """Take a part of the answer."""
@@ -320,11 +343,11 @@ class _Exchange:
             try:
                 await self._end()
             except Exception as error:  # noqa: BLE001 - it is raised again, so that no background task runs
-                await self._fail(error)
+                return await self._fail(error)
             if self.unit.stored:  # no answer waits for the broker
                 asyncio.get_running_loop().run_in_executor(None, self.owner.inbox.relay().wake)
         await self._send(self._start)
-        await self._send({"type": "http.response.body", "body": body})
+        return await self._send({"type": "http.response.body", "body": body})
 
     async def _replay(self) -> None:
         if not self.unit.result:
@@ -336,13 +359,14 @@ class _Exchange:
         return await self._send({"type": "http.response.body", "body": body})
 
     async def _fail(self, error: BaseException) -> None:
-        """Answer instead of the endpoint, and raise the error, so that the server logs it."""
-        if isinstance(error, OUTAGES):
-            text = "the database has not confirmed this request: send it again with the same key"
-            await _refuse(self._send, HTTPStatus.SERVICE_UNAVAILABLE, text, AGAIN)
-        elif isinstance(error, Exception):
-            await _refuse(self._send, HTTPStatus.INTERNAL_SERVER_ERROR, "this request failed, and nothing was done")
-        raise error
+        """Answer instead of the endpoint. What is not the client's fault is raised, so that the server logs it."""
+        said = next((answer for kind, answer in ANSWERS.items() if isinstance(error, kind)), None)
+        if said is None:
+            raise error
+        status, text, *headers = said
+        await _refuse(self._send, status, text or str(error), *headers)
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise error
 
 
 def session(request: HTTPConnection) -> Any:

@@ -35,6 +35,8 @@ GUARD = "tests/sql/test_guard.py::test_"
 DURABLE = "tests/sql/test_durability.py::test_"
 EVENTS = "tests/test_cloudevents.py::test_the_data_of_an_event"
 DJANGO = "tests/integrations/test_django.py::test_"
+HTTP = "tests/integrations/test_asgi.py::test_"
+HOOKS = "tests/integrations/test_webhooks.py::test_a_request_is_handled"
 CELERY = "tests/integrations/test_celery.py::test_what_a_task_sends::postgresql::"
 INTERRUPTED = "tests/test_app.py::test_a_claim_whose_block_is_interrupted"
 
@@ -473,6 +475,31 @@ FAULTS = [
     Fault(
         "integrations/django/tasks.py", ".total_seconds()) if task.run_after", ".total_seconds()) if False", f"{DJANGO}tasks_run"
     ),
+    # HTTP
+    Fault("joining.py", "        unit.close()", "        pass", f"{HTTP}background_tasks::sqlite"),
+    Fault("integrations/_capture.py", "is None or context.closed else", "is None else", f"{HTTP}background_tasks::sqlite"),
+    Fault(
+        "integrations/asgi.py", "frozenset({401, 403, 408, 409,", "frozenset({401, 403, 408,", f"{HTTP}what_is_not_final::sqlite"
+    ),
+    Fault("integrations/asgi.py", "[:32]", "[:0]", f"{HTTP}a_key_has::sqlite"),
+    Fault("integrations/asgi.py", '{key}" if len(key) <= 220 else', '{key}"[:255] if True else', f"{HTTP}keys"),
+    Fault("integrations/asgi.py", "sha256(head + body)", "sha256(body)", f"{HTTP}a_key_has::sqlite"),
+    Fault("integrations/asgi.py", "                await do(commit)", "                pass", f"{HTTP}a_key_has::sqlite"),
+    Fault(
+        "integrations/asgi.py",
+        "                return await self._fail(error)\n            if",
+        "                pass\n            if",
+        f"{HTTP}what_cannot_be",
+    ),
+    Fault(
+        "integrations/asgi.py",
+        "self._end(ConnectionError(f",
+        "self._end() if status else (ConnectionError(f",
+        f"{HTTP}what_is_not_final::sqlite",
+    ),
+    Fault("integrations/webhooks.py", "> WINDOW", "> 9 * WINDOW", f"{HOOKS}::stripe"),
+    Fault("integrations/webhooks.py", 'f"{id}.{stamp}.".encode() + body', 'f".{stamp}.".encode() + body', f"{HOOKS}::standard"),
+    Fault("integrations/webhooks.py", "if not any(", "if not given and any(", f"{HOOKS}::github"),
     # Celery, on servers
     Fault("integrations/celery.py", "if unit else producer", "if False else producer", f"{CELERY}redis"),
     Fault("integrations/celery.py", "        with capturing(None):", "        with capturing(current()):", f"{CELERY}rabbitmq"),
