@@ -224,7 +224,7 @@ class BaseContext:
 
         If the context has a result, it is the last one, of the kind `result`.
         """
-        self.close()
+        self._closed = True
         if self.result is not None:
             if not isinstance(self.result, bytes) or len(self.result) > MAX_BODY_BYTES:
                 raise UnusableOutput(f"a result has to be bytes, at most {MAX_BODY_BYTES:,}")

@@ -88,7 +88,7 @@ def close(inbox: DjangoInbox) -> None:
     while inbox._opened:
         opened, *_ = inbox._opened.popitem()[1]
         opened.relay().stop()
-        opened._engine.dispose()
+        opened.engine.dispose()
 
 
 class Shop:
