@@ -28,6 +28,7 @@ from idemp.context import BaseContext
 from idemp.integrations._capture import current
 from idemp.integrations.asgi import RESPONSES, Idempotency, Route, session, unit
 from idemp.integrations.webhooks import github, standard, stripe, webhook
+from tests.servers.databases import query
 from tests.world import SINK, asynchronous_url
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -102,6 +103,9 @@ def make(url: str, *, limit: int = 100_000, wait: float = 1.5, **more: Any) -> F
         fail(order)
         if order.fault == "commit":
             await claim.commit()
+        if order.fault == "gone":
+            pid = await claim.scalar(text("SELECT pg_backend_pid()"))
+            query(url, "SELECT pg_terminate_backend(%s, 5000)", pid)
         if order.fault == "caught":
             with suppress(DBAPIError):
                 await claim.execute(text("SELECT * FROM nowhere"))

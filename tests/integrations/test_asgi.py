@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -39,6 +40,19 @@ from tests.world import SINK, asynchronous_url
 ME = {"authorization": "me"}
 
 
+WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+CLAIMING = "SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE datname = current_database() AND locktype = 'transactionid' AND NOT granted"
+
+
+@contextmanager
+def locked(url: str) -> Iterator[None]:
+    """Hold the lock that endpoints wait for."""
+    address = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with closing(psycopg.connect(address, autocommit=True)) as connection:
+        connection.execute("SELECT pg_advisory_lock(7)")
+        yield
+
+
 class Shop:
     """The service in this process."""
 
@@ -64,19 +78,25 @@ class Shop:
     def outputs(self) -> int:
         return int(self.rows("SELECT count(*) FROM idemp_output WHERE kind <> 'result'")[0][0])
 
+    @contextmanager
+    def running(self) -> Iterator[Shop]:
+        inbox, plain = self.api.state.inboxes
+        with self.client:
+            yield self
+            self.client.portal.call(inbox.engine.dispose)
+        plain.engine.dispose()
+        self.engine.dispose()
+
 
 @pytest.fixture
 def shop(kind: str, url: str, request: pytest.FixtureRequest) -> Iterator[Shop]:
-    shop = Shop(url, **getattr(request, "param", {}))
-    with shop.engine.begin() as connection:
+    made = Shop(url, **getattr(request, "param", {}))
+    with made.engine.begin() as connection:
         for table in TABLES if kind == "postgresql" else TABLES[:1]:
             connection.execute(text(table))
     http_shop.passed.clear()
-    with shop.client:
+    with made.running() as shop:
         yield shop
-        shop.client.portal.call(shop.api.state.inboxes[0].engine.dispose)
-    shop.api.state.inboxes[1].engine.dispose()
-    shop.engine.dispose()
 
 
 every_kind = pytest.mark.parametrize("kind", ["postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
@@ -150,6 +170,79 @@ def test_what_cannot_be_committed(shop: Shop) -> None:
     assert shop.post("/later", "later", fault="deferred").status_code == 500
     assert (shop.claims(), shop.placed(), http_shop.passed) == (0, 0, [])  # no background task has run
     assert shop.post(key="commit").status_code == 201
+
+
+@on_postgresql
+def test_a_database_that_is_away(shop: Shop) -> None:
+    """Before the claim, and right before COMMIT: then the same key finds out."""
+    gone = shop.post(fault="gone")
+    assert (gone.status_code, gone.headers["retry-after"], shop.placed()) == (503, "1", 0)
+    away = TestClient(make(make_url(shop.url).set(database="nowhere").render_as_string(False)), raise_server_exceptions=False)
+    for path in ("/orders", "/plain"):
+        answer = away.post(path, headers={"authorization": "me", "idempotency-key": "a"}, json={"sku": "lamp"})
+        assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
+
+
+@on_postgresql
+@pytest.mark.parametrize("path", ["/orders", "/plain"])
+def test_a_request_that_is_cancelled_is_rolled_back(shop: Shop, path: str) -> None:
+    body = json.dumps({"sku": "lamp", "lock": 7}).encode()
+    headers = [(b"authorization", b"me"), (b"idempotency-key", b"a"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        task = asyncio.ensure_future(shop.api(scope, receive, send))
+        await asyncio.to_thread(wait_for, lambda: query(shop.url, WAITING) == [(1,)])
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with locked(shop.url):
+        shop.client.portal.call(run)
+        assert sent == []
+    wait_for(lambda: query(shop.url, WAITING) == [(0,)])  # a server does not see that a client has gone before it answers
+    assert (shop.claims(), shop.placed()) == (0, 0)
+    assert shop.post(path, lock=7).status_code == 201
+    wait_for(lambda: [inbox.engine.pool.checkedout() for inbox in shop.api.state.inboxes] == [0, 0])
+
+
+@on_postgresql
+def test_a_client_that_goes_away_while_it_sends(shop: Shop) -> None:
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    headers = [(b"authorization", b"me"), (b"idempotency-key", b"a")]
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/orders", "headers": headers}
+    shop.client.portal.call(shop.api, scope, receive, send)
+    assert shop.claims() == 0
+
+
+@on_postgresql
+def test_another_process_waits_in_the_database(shop: Shop) -> None:
+    """Two services on one database know nothing of each other."""
+    with ThreadPoolExecutor(3) as threads, Shop(shop.url).running() as other:
+        for path in ("/orders", "/plain"):
+            post = partial(other.post, path, lock=7)
+            with locked(shop.url):
+                first = threads.submit(shop.post, path, lock=7)
+                wait_for(lambda: query(shop.url, WAITING) == [(1,)])
+                assert post().status_code == 409
+                third = threads.submit(post)
+                wait_for(lambda: query(shop.url, CLAIMING) == [(1,)])
+            assert (third.result().json(), third.result().headers["idempotent-replayed"]) == (first.result().json(), "true")
+    assert shop.placed() == 2
 
 
 @every_kind
@@ -285,28 +378,20 @@ def server(url: str, vhost: str, tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 def test_requests_at_once(server: Server) -> None:
-    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-    address = make_url(server.url).set(drivername="postgresql").render_as_string(hide_password=False)
-    with closing(psycopg.connect(address, autocommit=True)) as holder, ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(8) as threads:
         for path in ("/orders", "/plain"):
             order = {"sku": path, "lock": 7}
-            holder.execute("SELECT pg_advisory_lock(7)")
-            first = threads.submit(server.post, "two", order, path=path)
-            wait_for(lambda: query(server.url, waiting) == [(1,)])
-            second = threads.submit(server.post, "two", order, path=path)
-            five = [threads.submit(server.post, "five", {**order, "sku": f"{path} of five"}, path=path) for _ in range(5)]
-            wait_for(lambda: query(server.url, waiting) == [(2,)])
-            wait_for(lambda sent=five: sum(each.done() for each in sent) == 4)  # they have waited for long enough
-            assert not first.done()
-            assert second.result().status_code == 409  # so has this one, behind the first
-            third = threads.submit(server.post, "two", order, path=path)
-            wait_for(lambda: query(server.url, "SELECT 1 FROM placed") == [])
-            holder.execute("SELECT pg_advisory_unlock(7)")
+            with locked(server.url):
+                first = threads.submit(server.post, "two", order, path=path)
+                wait_for(lambda: query(server.url, WAITING) == [(1,)])
+                five = [threads.submit(server.post, "five", {**order, "sku": f"{path} of five"}, path=path) for _ in range(5)]
+                wait_for(lambda sent=five: sum(each.done() for each in sent) == 4)  # they have waited for long enough
+                assert not first.done()
+                third = threads.submit(server.post, "two", order, path=path)
             assert (third.result().json(), third.result().headers["idempotent-replayed"]) == (first.result().json(), "true")
             answers = [each.result() for each in five]
             assert Counter(each.status_code for each in answers) == {201: 1, 409: 4}
             assert {each.headers.get("retry-after") for each in answers} == {"1", None}
-            query(server.url, "DELETE FROM placed")
     assert {each: len(ids) for each, ids in server.sent(4).items()} == dict.fromkeys(
         ["/orders", "/orders of five", "/plain", "/plain of five"], 1
     )
