@@ -35,7 +35,7 @@ with needs("faststream"):
 
 __all__ = ["Idempotency", "Session", "install"]
 
-DEAD_LETTERS: Final = "x-dead-letter-exchange"
+DLX: Final = "x-dead-letter-exchange"
 HOLDING: Final = 60.0  # seconds for which a message is kept that has to wait
 PAUSE: Final = 1.0  # seconds before a message is claimed again, or goes back to its queue, which delivers it at once
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,6 +89,7 @@ class Idempotency:
 
     async def _stop_all(self, *error: Any) -> None:
         await self._stop(*error)
+        self.relaying = False
         await asyncio.to_thread(self.inbox.relay().stop)  # which sends what the last subscribers have committed
 
     def rule(self, handler: Any) -> Any:
@@ -112,10 +113,9 @@ class Idempotency:
         """Yield what may lose messages or keep them waiting, with what to change."""
         total, pool = 0, self.inbox._engine.pool  # noqa: SLF001
         for it in self.broker.subscribers:
-            policy, dead_letters = it.ack_policy, DEAD_LETTERS in it.queue.arguments
             for name, *_ in {rule for call in it.calls if (rule := self.rule(call.handler))}:
-                if policy not in (AckPolicy.NACK_ON_ERROR, dead_letters and AckPolicy.REJECT_ON_ERROR):
-                    yield f"{name} may lose messages by {policy}: set AckPolicy.NACK_ON_ERROR, or REJECT_ON_ERROR and {DEAD_LETTERS}"
+                if it.ack_policy not in (AckPolicy.NACK_ON_ERROR, DLX in it.queue.arguments and AckPolicy.REJECT_ON_ERROR):
+                    yield f"{name} may lose messages by {it.ack_policy}: set AckPolicy.NACK_ON_ERROR, or REJECT_ON_ERROR and {DLX}"
                 if it.queue.arguments["x-queue-type"] == "stream":
                     yield f"{name} reads a stream, which takes nothing back: use a classic or a quorum queue"
                 if not (prefetch := getattr(it.channel, "prefetch_count", None)):
@@ -210,7 +210,7 @@ class _Middleware(BaseMiddleware):
         if outage and self.owner.relaying and time.monotonic() < until:
             log("wrapped.paused", id=self.message.message_id, error=error)
             return await asyncio.sleep(PAUSE)
-        if fate(error) is Fate.DEAD and DEAD_LETTERS in self.context.get_local("handler_").queue.arguments:
+        if fate(error) is Fate.DEAD and DLX in self.context.get_local("handler_").queue.arguments:
             await self.message.reject()
         elif self.owner.relaying and not isinstance(error, IgnoredException):
             await asyncio.sleep(PAUSE)
