@@ -12,9 +12,6 @@ from hashlib import sha256
 from types import SimpleNamespace
 from typing import Annotated, Any, Final, TypeVar
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncSession
-
 from idemp.context import FOREIGN, AsyncContext
 from idemp.errors import ConfigurationError, Unreadable, UnusableOutput, needs
 from idemp.events import log
@@ -30,10 +27,12 @@ with needs("faststream"):
     from faststream.rabbit import RabbitBroker
     from faststream.rabbit.parser import AioPikaParser
     from faststream.rabbit.response import RabbitPublishCommand
+    from sqlalchemy.exc import InterfaceError, OperationalError
+    from sqlalchemy.ext.asyncio import AsyncSession
 
     from idemp.brokers.rabbitmq.broker import RabbitBroker as RabbitOutlet
 
-__all__ = ["Idempotency", "Session", "install"]
+__all__ = ["IdempotentSubscribers", "Session", "install"]
 
 DLX: Final = "x-dead-letter-exchange"
 HOLDING: Final = 60.0  # seconds for which a message is kept that has to wait
@@ -45,12 +44,12 @@ Session = Annotated[AsyncSession, Context("idemp_session")]
 """Type of an argument of a subscriber that is the session of its claim. It refuses to commit, roll back or close."""
 
 
-class Idempotency:
+class IdempotentSubscribers:
     """The idempotent subscribers of a broker; a call returns the decorator of one. `install` makes it.
 
     Example:
-        >>> Idempotency.__name__
-        'Idempotency'
+        >>> IdempotentSubscribers.__name__
+        'IdempotentSubscribers'
     """
 
     def __init__(self, broker: Any, inbox: AsyncInbox, consumer: str) -> None:
@@ -92,9 +91,9 @@ class Idempotency:
         self.relaying = False
         await asyncio.to_thread(self.inbox.relay().stop)  # which sends what the last subscribers have committed
 
-    def rule(self, handler: Any) -> Any:
+    def rule(self, function: Any) -> Any:
         """Return the rule of a subscriber, if it is idempotent."""
-        return self._rules.get(inspect.unwrap(getattr(handler, "_declared_call", install)))
+        return self._rules.get(inspect.unwrap(function))
 
     async def prepare(self) -> None:
         """Check the subscribers and register their names: at the start, or with the first message of a test broker.
@@ -113,7 +112,7 @@ class Idempotency:
         """Yield what may lose messages or keep them waiting, with what to change."""
         total, pool = 0, self.inbox._engine.pool  # noqa: SLF001
         for it in self.broker.subscribers:
-            for name, *_ in {rule for call in it.calls if (rule := self.rule(call.handler))}:
+            for name, *_ in {rule for call in it.calls if (rule := self.rule(call.handler._original_call))}:  # noqa: SLF001
                 if it.ack_policy not in (AckPolicy.NACK_ON_ERROR, DLX in it.queue.arguments and AckPolicy.REJECT_ON_ERROR):
                     yield f"{name} may lose messages by {it.ack_policy}: set AckPolicy.NACK_ON_ERROR, or REJECT_ON_ERROR and {DLX}"
                 if it.queue.arguments["x-queue-type"] == "stream":
@@ -163,7 +162,7 @@ class Idempotency:
 class _Middleware(BaseMiddleware):
     """One delivery of a message; or, without a message, one call of `publish`."""
 
-    owner: Idempotency
+    owner: IdempotentSubscribers
     unit: AsyncContext | None = None
 
     async def consume_scope(self, call_next: Any, message: Any) -> Any:
@@ -171,7 +170,7 @@ class _Middleware(BaseMiddleware):
 
         A message that has to wait is kept for a while: its queue would deliver it again at once.
         """
-        if not (rule := self.owner.rule(getattr(_innermost(call_next), "__self__", None))):
+        if not (rule := self.owner.rule(getattr(getattr(_innermost(call_next), "__self__", None), "_original_call", install))):
             return await call_next(message)
         await self.owner.prepare()
         self.message, until = message, time.monotonic() + HOLDING
@@ -223,7 +222,7 @@ def _innermost(call: Any) -> Any:
     return _innermost(call.args[0]) if isinstance(call, partial) else call
 
 
-def install(broker: RabbitBroker, inbox: AsyncInbox, *, consumer: str) -> Idempotency:
+def install(broker: RabbitBroker, inbox: AsyncInbox, *, consumer: str) -> IdempotentSubscribers:
     """Return the decorator of the idempotent subscribers of a broker: `@idempotent(name, key=None, retention="7d")`.
 
     A broker whose settings may lose messages does not start: a `ConfigurationError` names what to change.
@@ -251,4 +250,4 @@ def install(broker: RabbitBroker, inbox: AsyncInbox, *, consumer: str) -> Idempo
         raise ConfigurationError(f"{type(broker).__name__} is not supported: use a RabbitBroker")
     if inbox.broker is not None:
         raise ConfigurationError("this inbox has a broker: give each one an inbox and tables of its own (IDEMP_TABLE_PREFIX)")
-    return Idempotency(broker, inbox, consumer)
+    return IdempotentSubscribers(broker, inbox, consumer)
