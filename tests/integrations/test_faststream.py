@@ -26,7 +26,7 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from idemp import AsyncInbox, ConfigurationError
-from idemp.errors import BlockEnded, Conflict
+from idemp.errors import BlockEnded, Conflict, UnusableOutput
 from idemp.integrations.faststream import Session, install
 from idemp.sql.engine import Database
 from tests.integrations.faststream_subscribers import TABLES
@@ -188,6 +188,30 @@ def test_an_aio_pika_message_and_no_message_are_stored(shop: Shop) -> None:
     shop.run(steps)
     assert [(body, priority) for body, priority, _ in got] == [([1], 0), ([2], 3), (None, 0)]
     assert [id for *_, id in got[:2]] == ["m", "n"]
+
+
+def test_a_reply_of_a_subscriber_that_cannot_commit_is_not_sent(shop: Shop) -> None:
+    """Neither is what it returns to a publisher: both are sent behind its body, and before COMMIT."""
+    got = list[Any]()
+
+    @shop.broker.subscriber("raw")
+    async def raw(body: Any) -> None:
+        got.append(body)
+
+    @shop.broker.subscriber(RabbitQueue("sends"), **NACK)
+    @shop.broker.publisher("raw", headers={"made": b"not JSON"})
+    @shop.broker.publisher("raw")
+    @shop.idempotent("shop.Send")
+    async def send(order_id: int, session: Session) -> int:
+        await shop.change(session, "send")
+        return order_id
+
+    async def steps(broker: RabbitBroker) -> None:
+        with pytest.raises(UnusableOutput):
+            await broker.publish(7, "sends", message_id="seven", reply_to="raw")
+
+    assert shop.run(steps) == []
+    assert got == []
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
