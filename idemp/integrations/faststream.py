@@ -35,6 +35,7 @@ with needs("faststream"):
 __all__ = ["IdempotentSubscribers", "Session", "install"]
 
 DLX: Final = "x-dead-letter-exchange"
+OUTAGE: Final = (InterfaceError, OperationalError)  # what was committed is open: a redelivery finds out
 HOLDING: Final = 60.0  # seconds for which a message is kept that has to wait
 PAUSE: Final = 1.0  # seconds before a message is claimed again, or goes back to its queue, which delivers it at once
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,8 +57,7 @@ class IdempotentSubscribers:
         self.broker, self.inbox, self.consumer = broker, inbox, consumer
         self._rules, self._prepared, self.relaying = dict[Any, tuple[str, Key | None, Idempotent]](), False, False
         self.outlet = inbox.broker = RabbitOutlet(broker._connection_kwargs["url"])  # noqa: SLF001
-        self._start, self._stop = broker.start, broker.stop
-        broker.start, broker.stop = self._start_all, self._stop_all
+        self._start, self._stop, broker.start, broker.stop = broker.start, broker.stop, self._start_all, self._stop_all
         broker.add_middleware(type("Installed", (_Middleware,), {"owner": self}))
 
     def __call__(self, name: str, *, key: Key | None = None, retention: Duration = "7d") -> Callable[[F], F]:
@@ -205,7 +205,7 @@ class _Middleware(BaseMiddleware):
 
     async def _fail(self, error: Exception, until: float = 0.0) -> None:
         """Wait, if the message is to be claimed again; else settle it, unless its ack policy does, and raise the error."""
-        outage = fate(error) is Fate.HOLD or isinstance(error, OSError | InterfaceError | OperationalError)
+        outage = fate(error) is Fate.HOLD or isinstance(error, OUTAGE if self.unit else (*OUTAGE, OSError))
         if outage and self.owner.relaying and time.monotonic() < until:
             log("wrapped.paused", id=self.message.message_id, error=error)
             return await asyncio.sleep(PAUSE)
@@ -247,7 +247,7 @@ def install(broker: RabbitBroker, inbox: AsyncInbox, *, consumer: str) -> Idempo
         ...     await session.execute(...)
     """
     if not isinstance(broker, RabbitBroker):
-        raise ConfigurationError(f"{type(broker).__name__} is not supported: use a RabbitBroker")
+        raise ConfigurationError(f"{type(broker).__name__} is not supported, as outputs are sent by AMQP: use a RabbitBroker")
     if inbox.broker is not None:
         raise ConfigurationError("this inbox has a broker: give each one an inbox and tables of its own (IDEMP_TABLE_PREFIX)")
     return IdempotentSubscribers(broker, inbox, consumer)

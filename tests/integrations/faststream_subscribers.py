@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from typing import Any
 
 from faststream import AckPolicy, FastStream
@@ -15,23 +16,34 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from idemp import AsyncInbox
 from idemp.brokers.rabbitmq.publisher import RabbitPublisher
 from idemp.integrations.faststream import Session, install
+from idemp.worker.relay_thread import RelayThread
 
 TABLES = (
     "CREATE TABLE changed (what TEXT)",
     "CREATE TABLE once (what TEXT UNIQUE DEFERRABLE INITIALLY DEFERRED)",
 )
 URL = os.environ.get("IDEMP_DATABASE_URL", "postgresql://")
-TOGETHER = 6
-unsent = list[int]()
-"""Locks for which the relay waits between COMMIT and send."""
-sending = RabbitPublisher.publish
+TOGETHER = 8
+unsent, unacked = list[int](), list[int]()
+"""Locks for which the relay waits between COMMIT and send, and subscribers between COMMIT and ack."""
+sending, waking = RabbitPublisher.publish, RelayThread.wake
+
+
+def wait_apart(locks: list[int]) -> None:
+    with suppress(IndexError):
+        lock = locks.pop()
+        with create_engine(URL).connect() as connection:
+            connection.execute(text("SELECT pg_advisory_xact_lock_shared(:lock)"), {"lock": lock})
 
 
 def publish(self: RabbitPublisher, outputs: Any, timeout: float) -> Any:
-    if unsent:
-        with create_engine(URL).connect() as connection:
-            connection.execute(text("SELECT pg_advisory_xact_lock_shared(:lock)"), {"lock": unsent.pop()})
+    wait_apart(unsent)
     return sending(self, outputs, timeout)
+
+
+def wake(self: RelayThread) -> None:
+    waking(self)
+    wait_apart(unacked)
 
 
 engine = create_async_engine(make_url(URL).set(drivername="postgresql+psycopg"), pool_size=2 * TOGETHER)
@@ -63,16 +75,18 @@ async def change(session: AsyncSession, what: str) -> None:
 @broker.publisher("returned")
 @idempotent("shop.Storm")
 async def storm(work: Work, session: Session) -> dict[str, int]:
-    """Wait at one of three points: before the change, behind it, and behind COMMIT."""
-    if work.number % 3 == 0:
+    """Wait at one of four points: before the change, behind it, and behind COMMIT before what is sent, or the ack."""
+    if work.number % 4 == 0:
         await wait(session, work.lock)
     await change(session, f"storm {work.number}")
     await broker.publish({"number": work.number}, "published")
     await broker.publish({"number": work.number}, "fan", RabbitExchange("amq.fanout"), mandatory=False)
-    if work.number % 3 == 1:
+    if work.number % 4 == 1:
         await wait(session, work.lock)
-    if work.number % 3 == 2:
+    if work.number % 4 == 2:
         unsent.append(work.lock)
+    if work.number % 4 == 3:
+        unacked.append(work.lock)
     return {"number": work.number}
 
 
@@ -90,5 +104,5 @@ async def work(work: Work, session: Session) -> None:
 
 
 if __name__ == "__main__":
-    RabbitPublisher.publish = publish  # type: ignore[method-assign]
+    RabbitPublisher.publish, RelayThread.wake = publish, wake  # type: ignore[method-assign]
     asyncio.run(app.run())

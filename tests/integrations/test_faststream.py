@@ -247,7 +247,7 @@ def test_each_refusal_names_its_fix(options: dict[str, Any], said: str) -> None:
 
 def test_what_cannot_be_installed_is_refused() -> None:
     inbox = AsyncInbox(create_async_engine("sqlite+aiosqlite:///nowhere.db"))
-    with pytest.raises(ConfigurationError, match="RedisBroker is not supported: use a RabbitBroker"):
+    with pytest.raises(ConfigurationError, match="RedisBroker is not supported, as outputs are sent by AMQP: use a RabbitBroker"):
         install(RedisBroker(), inbox, consumer="shop")  # type: ignore[arg-type]
     idempotent = install(RabbitBroker(), inbox, consumer="shop")
     with pytest.raises(ConfigurationError, match="this inbox has a broker"):
@@ -358,7 +358,10 @@ def test_each_message_ends_once(processes: Processes, role: str, database: Datab
     wait_for(lambda: len(processes.arrived("dead")) == 4)
     assert set(processes.arrived("dead")) == {2, 3, 4, 5}
     # RabbitMQ closes the connections of five running subscribers; PostgreSQL does; and each message is delivered again.
-    for first, end in ((10, lambda: ask("rabbitmq", "close_connections")), (20, lambda: end_sessions(url, role))):
+    for first, end in (
+        (10, lambda: ask("rabbitmq", "close_connections", processes.broker)),
+        (20, lambda: end_sessions(url, role)),
+    ):
         with processes.locked(first) as until:
             for number in range(first, first + 5):
                 processes.send("work", str(number), number=number, lock=first)
@@ -386,18 +389,18 @@ def test_each_message_ends_once(processes: Processes, role: str, database: Datab
 @pytest.mark.slow
 @on_postgresql
 def test_processes_that_are_killed_lose_nothing(processes: Processes, database: Database) -> None:
-    """With six messages under way: before the change, behind it, and between COMMIT and send."""
+    """With eight messages under way: before the change, behind it, between COMMIT and send, and between COMMIT and ack."""
     for lock in range(1, ROUNDS + 1):
         process = processes.begin()
         with processes.locked(lock) as until:
-            for number in range(6 * lock, 6 * lock + 6):
+            for number in range(8 * lock, 8 * lock + 8):
                 processes.send("storm", f"storm-{number}", number=number, lock=lock)
-            until(5)  # four subscribers, and the relay for the other two
+            until(7)  # two subscribers at each point, and one relay for all
             process.kill()
             process.wait()
     let_pass(database, 20.0)  # for which relays leave outputs to the one that was killed
     processes.begin()
-    numbers = range(6, 6 * ROUNDS + 6)
+    numbers = range(8, 8 * ROUNDS + 8)
     for queue in ("published", "returned", "replies", "fan"):
         wait_for(lambda queue=queue: len(processes.arrived(queue)) == len(numbers))
         assert processes.arrived(queue) == dict.fromkeys(numbers, 1)
