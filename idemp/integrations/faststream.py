@@ -27,7 +27,7 @@ with needs("faststream"):
     from faststream.rabbit import RabbitBroker
     from faststream.rabbit.parser import AioPikaParser
     from faststream.rabbit.response import RabbitPublishCommand
-    from sqlalchemy.exc import InterfaceError, OperationalError
+    from sqlalchemy import exc
     from sqlalchemy.ext.asyncio import AsyncSession
 
     from idemp.brokers.rabbitmq.broker import RabbitBroker as RabbitOutlet
@@ -35,7 +35,7 @@ with needs("faststream"):
 __all__ = ["IdempotentSubscribers", "Session", "install"]
 
 DLX: Final = "x-dead-letter-exchange"
-OUTAGE: Final = (InterfaceError, OperationalError)  # what was committed is open: a redelivery finds out
+OUTAGE: Final = (exc.InterfaceError, exc.OperationalError, exc.TimeoutError)  # what was committed is open: a redelivery finds out
 HOLDING: Final = 60.0  # seconds for which a message is kept that has to wait
 PAUSE: Final = 1.0  # seconds before a message is claimed again, or goes back to its queue, which delivers it at once
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,8 +92,8 @@ class IdempotentSubscribers:
         await asyncio.to_thread(self.inbox.relay().stop)  # which sends what the last subscribers have committed
 
     def rule(self, function: Any) -> Any:
-        """Return the rule of a subscriber, if it is idempotent."""
-        return self._rules.get(inspect.unwrap(function))
+        """Return the rule of a subscriber, which other decorators may have wrapped; None if it is not idempotent."""
+        return self._rules.get(inspect.unwrap(function, stop=self._rules.__contains__))
 
     async def prepare(self) -> None:
         """Check the subscribers and register their names: at the start, or with the first message of a test broker.
@@ -110,7 +110,7 @@ class IdempotentSubscribers:
 
     def _faults(self) -> Iterator[str]:
         """Yield what may lose messages or keep them waiting, with what to change."""
-        total, pool = 0, self.inbox._engine.pool  # noqa: SLF001
+        taken, pool = dict[Any, int](), self.inbox.engine.pool
         for it in self.broker.subscribers:
             for name, *_ in {rule for call in it.calls if (rule := self.rule(call.handler._original_call))}:  # noqa: SLF001
                 if it.ack_policy not in (AckPolicy.NACK_ON_ERROR, DLX in it.queue.arguments and AckPolicy.REJECT_ON_ERROR):
@@ -119,9 +119,9 @@ class IdempotentSubscribers:
                     yield f"{name} reads a stream, which takes nothing back: use a classic or a quorum queue"
                 if not (prefetch := getattr(it.channel, "prefetch_count", None)):
                     yield f"{name} takes any number of messages at once: set channel=Channel(prefetch_count=10)"
-                total += prefetch or 0
-        if 0 <= getattr(pool, "_max_overflow", -1) < total - getattr(pool, "size", int)():
-            yield f"prefetch_count is {total} in all, and the engine has fewer connections: set pool_size={total}"
+                taken[it] = prefetch or 0
+        if 0 <= getattr(pool, "_max_overflow", -1) < sum(taken.values()) - getattr(pool, "size", int)():
+            yield f"prefetch_count is {sum(taken.values())} in all, and the engine has fewer connections: set its pool_size to that"
 
     @asynccontextmanager
     async def transaction(self, message: Any, name: str, key: Key | None, policy: Idempotent) -> AsyncIterator[AsyncContext]:
@@ -131,7 +131,7 @@ class IdempotentSubscribers:
             raise Unreadable(f"{name}: a message without message_id was not claimed: publish it with one, or set key=")
         claimed = {"id": id, "body": sha256(message.body).hexdigest()}
         place: Any = {"consumer": self.consumer, "type": name, "policy": policy, "grace": 0.0}
-        async with AsyncSession(self.inbox._engine) as made, made.begin(), self.inbox.claim(made, claimed, **place) as unit:  # noqa: SLF001
+        async with AsyncSession(self.inbox.engine) as made, made.begin(), self.inbox.claim(made, claimed, **place) as unit:
             with capturing(unit, self.outlet):
                 yield unit
 
@@ -145,9 +145,9 @@ class IdempotentSubscribers:
         made = await AioPikaParser.encode_message(command.body, **options)
         kept = {name: getattr(made, name, None) for name in FOREIGN} | {"expiration": made.properties.expiration}
         kept |= {"headers": dict(made.headers), "message_id": made.message_id or config.id_generator()}
-        # No body stands for None, and cannot be stored.
         kept["timestamp"] = made.timestamp and made.timestamp.timestamp()
         mandatory, exchange = command.publish_options["mandatory"], command.exchange.name
+        # FastStream sends None as no body, which cannot be stored.
         unit.forward(made.body or b"null", kept, to=command.destination, exchange=exchange, mandatory=mandatory)
 
     async def deliver(self, unit: AsyncContext) -> Any:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,39 @@ def test_the_transaction_belongs_to_the_claim(shop: Shop) -> None:
     assert shop.run(steps) == ["pay 7", "pack 7"]
 
 
+def test_a_subscriber_is_found_below_and_above_other_decorators(shop: Shop) -> None:
+    """Two of them share a queue, by filters, and its prefetch count."""
+
+    def decorated(function: Any) -> Any:
+        @wraps(function)
+        async def wrapper(*arguments: Any, **named: Any) -> Any:
+            return await function(*arguments, **named)
+
+        return wrapper
+
+    subscriber = shop.broker.subscriber(RabbitQueue("both"), **NACK | {"channel": Channel(prefetch_count=8)})
+
+    @subscriber(filter=lambda message: message.headers.get("above"))
+    @decorated
+    @shop.idempotent("shop.Above")
+    async def above(order_id: int, session: Session) -> None:
+        await shop.change(session, f"above {order_id}")
+
+    @subscriber
+    @shop.idempotent("shop.Below")
+    @decorated
+    async def below(order_id: int, session: Session) -> None:
+        await shop.change(session, f"below {order_id}")
+
+    async def steps(broker: RabbitBroker) -> None:
+        for headers in ({}, {"above": "yes"}):
+            for _ in range(2):
+                await broker.publish(7, "both", message_id="seven", headers=headers)
+
+    assert shop.run(steps) == ["below 7", "above 7"]
+    assert shop.ran == ["below 7", "above 7"]
+
+
 def test_a_request_is_sent_at_once_and_its_reply_is_stored(shop: Shop) -> None:
     price = shop.broker.publisher("prices")
 
@@ -214,6 +248,27 @@ def test_a_reply_of_a_subscriber_that_cannot_commit_is_not_sent(shop: Shop) -> N
     assert got == []
 
 
+@pytest.mark.filterwarnings("ignore:The integration has been moved:DeprecationWarning")
+def test_a_router_of_fastapi(shop: Shop) -> None:
+    from faststream.rabbit.fastapi import Context, RabbitRouter
+
+    router = RabbitRouter("amqp://localhost/shop")
+    shop.broker = router.broker
+    idempotent = install(router.broker, AsyncInbox(shop.engine), consumer="shop")
+
+    @router.subscriber(RabbitQueue("orders"), **NACK)
+    @idempotent("shop.Pay")
+    async def pay(order: Pay, session: Any = Context("idemp_session")) -> None:  # noqa: B008
+        await shop.change(session, f"pay {order.order_id}")
+
+    async def steps(broker: RabbitBroker) -> None:
+        for _ in range(2):
+            await broker.publish(Pay(order_id=7), "orders", message_id="seven")
+
+    assert shop.run(steps) == ["pay 7"]
+    assert shop.ran == ["pay 7"]
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"ack_policy": AckPolicy.ACK_FIRST}, "may lose messages by AckPolicy.ACK_FIRST: set AckPolicy.NACK_ON_ERROR"),
     ({"ack_policy": AckPolicy.ACK}, "may lose messages by AckPolicy.ACK: set AckPolicy.NACK_ON_ERROR"),
@@ -226,7 +281,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({**NACK, "channel": Channel()}, "takes any number of messages at once"),
     (
         {**NACK, "channel": Channel(prefetch_count=16)},
-        "prefetch_count is 16 in all, and the engine has fewer connections: set pool_size=16",
+        "prefetch_count is 16 in all, and the engine has fewer connections: set its pool_size to that",
     ),
     ({**NACK, "queue": RabbitQueue("stream", queue_type=QueueType.STREAM)}, "reads a stream, which takes nothing back"),
 ]
