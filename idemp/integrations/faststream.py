@@ -114,14 +114,14 @@ class IdempotentSubscribers:
         for it in self.broker.subscribers:
             for name, *_ in {rule for call in it.calls if (rule := self.rule(call.handler._original_call))}:  # noqa: SLF001
                 if it.ack_policy not in (AckPolicy.NACK_ON_ERROR, DLX in it.queue.arguments and AckPolicy.REJECT_ON_ERROR):
-                    yield f"{name} may lose messages by {it.ack_policy}: set AckPolicy.NACK_ON_ERROR, or REJECT_ON_ERROR and {DLX}"
+                    yield f"{name} may lose messages by {it.ack_policy}: set AckPolicy.NACK_ON_ERROR, or reject into {DLX}"
                 if it.queue.arguments["x-queue-type"] == "stream":
                     yield f"{name} reads a stream, which takes nothing back: use a classic or a quorum queue"
                 if not (prefetch := getattr(it.channel, "prefetch_count", None)):
                     yield f"{name} takes any number of messages at once: set channel=Channel(prefetch_count=10)"
                 taken[it] = prefetch or 0
         if 0 <= getattr(pool, "_max_overflow", -1) < sum(taken.values()) - getattr(pool, "size", int)():
-            yield f"prefetch_count is {sum(taken.values())} in all, and the engine has fewer connections: set its pool_size to that"
+            yield f"prefetch_count is {sum(taken.values())} in all, the engine has fewer connections: set its pool_size to that"
 
     @asynccontextmanager
     async def transaction(self, message: Any, name: str, key: Key | None, policy: Idempotent) -> AsyncIterator[AsyncContext]:

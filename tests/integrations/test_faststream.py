@@ -275,13 +275,13 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"ack_policy": AckPolicy.MANUAL}, "may lose messages by AckPolicy.MANUAL: set AckPolicy.NACK_ON_ERROR"),
     (
         {},
-        "may lose messages by AckPolicy.REJECT_ON_ERROR: set AckPolicy.NACK_ON_ERROR, or REJECT_ON_ERROR and x-dead-letter-exchange",
+        "may lose messages by AckPolicy.REJECT_ON_ERROR: set AckPolicy.NACK_ON_ERROR, or reject into x-dead-letter-exchange",
     ),
     ({**NACK, "channel": None}, r"takes any number of messages at once: set channel=Channel\(prefetch_count=10\)"),
     ({**NACK, "channel": Channel()}, "takes any number of messages at once"),
     (
         {**NACK, "channel": Channel(prefetch_count=16)},
-        "prefetch_count is 16 in all, and the engine has fewer connections: set its pool_size to that",
+        "prefetch_count is 16 in all, the engine has fewer connections: set its pool_size to that",
     ),
     ({**NACK, "queue": RabbitQueue("stream", queue_type=QueueType.STREAM)}, "reads a stream, which takes nothing back"),
 ]
