@@ -38,6 +38,7 @@ DJANGO = "tests/integrations/test_django.py::test_"
 HTTP = "tests/integrations/test_asgi.py::test_"
 HOOKS = "tests/integrations/test_webhooks.py::test_a_request_is_handled"
 CELERY = "tests/integrations/test_celery.py::test_what_a_task_sends::postgresql::"
+FASTSTREAM = "tests/integrations/test_faststream.py::test_"
 INTERRUPTED = "tests/test_app.py::test_a_claim_whose_block_is_interrupted"
 
 FAULTS = [
@@ -509,5 +510,37 @@ FAULTS = [
         "return inbox.relay()",
         "return None",
         "tests/integrations/test_celery.py::test_the_relay::postgresql",
+    ),
+    # FastStream
+    Fault(
+        "integrations/faststream.py",
+        "current(self.owner.outlet) if self.msg is None",
+        "None if self.msg is None",
+        f"{FASTSTREAM}a_subscriber_that_fails",
+    ),
+    Fault(
+        "integrations/faststream.py",
+        "            with capturing(unit, self.outlet):\n                yield unit",
+        "            capturing(unit, self.outlet).__enter__()\n            yield unit",
+        f"{FASTSTREAM}what_a_subscriber_publishes",
+    ),
+    Fault(
+        "integrations/faststream.py",
+        "            return None if self.unit.duplicate else await call_next(message)",
+        "            result = None if self.unit.duplicate else await call_next(message)\n"
+        "        await self.block.__aexit__(None, None, None)\n        self.unit = None\n        return result",
+        f"{FASTSTREAM}a_reply",
+    ),
+    Fault(
+        "integrations/faststream.py",
+        "        self.message, until =",
+        "        await message.ack()\n        self.message, until =",
+        f"{FASTSTREAM}processes_that_are_killed::postgresql",
+    ),
+    Fault(
+        "integrations/faststream.py",
+        "if outage and self.owner.relaying and",
+        "if False and",
+        f"{FASTSTREAM}each_message::postgresql",
     ),
 ]

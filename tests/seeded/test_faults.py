@@ -55,7 +55,7 @@ def test_a_fault_is_caught(fault: Fault, run: Callable[[Path, list[str]], str], 
     if fault.path != "bulk/sets.py" and not {"mariadb", "postgresql"}.intersection(names):
         kinds.append("not postgresql")  # SQLite shows it sooner
     options = ["-n0", "-x", "-q", "-p", "no:cacheprovider", "-k", " and ".join([*names, *kinds])]
-    if fault.path != "integrations/celery.py":  # whose tests are all slow
+    if fault.path not in ("integrations/celery.py", "integrations/faststream.py"):  # whose tests need servers
         options += ["-m", "not slow"]
     options += ["--timeout=120", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that the parent has imported
     assert run(tmp_path, [*options, *paths.split()]) == FAILED, (tmp_path / "out").read_text()

@@ -99,9 +99,12 @@ class Rabbitmq(Server):
         """Delete a virtual host with its connections."""
         return self.evaluate(f'ok = rabbit_vhost:delete(<<"{url.rpartition("/")[2]}">>, <<"test">>)')
 
-    def close_connections(self, _url: str = "") -> str:
-        """Close all connections, as a broker does that restarts."""
-        return self.evaluate('rabbit_networking:close_all_connections("test")')
+    def close_connections(self, url: str) -> str:
+        """Close all connections to a virtual host, as a broker does that restarts."""
+        ours = f'rabbit_reader:info(Each, [vhost]) =:= [{{vhost, <<"{url.rpartition("/")[2]}">>}}]'
+        return self.evaluate(
+            f'[rabbit_networking:close_connection(Each, "test") || Each <- rabbit_networking:connections(), {ours}]'
+        )
 
     def add_user(self, name: str, configure: str) -> str:
         """Create a user who may read and write everything, and configure what matches a pattern."""
