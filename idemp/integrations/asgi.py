@@ -36,7 +36,7 @@ from idemp.messages import MAX_BODY_BYTES
 from idemp.policy import Duration, Idempotent
 
 with needs("asgi"):
-    from anyio import CapacityLimiter, to_thread
+    from anyio import CancelScope, CapacityLimiter, to_thread
     from starlette.requests import HTTPConnection  # FastAPI reads the annotations of `session` and `unit`
     from starlette.routing import compile_path
 
@@ -244,7 +244,8 @@ class Idempotency:
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:  # no other thread may use the session meanwhile
-            await asyncio.wait([ended])
+            with CancelScope(shield=True):
+                await asyncio.wait([ended])
             raise
 
 
@@ -302,19 +303,20 @@ class _Exchange:
         if self._over:
             return
         self._over, (_, leave, commit, close), do = True, self._methods, self.owner.do
-        try:
-            if self.unit is not None:
-                await do(leave, error and type(error), error, None)
-            if error is None:
-                await do(commit)
-        except Exception:
-            if error is None:
-                raise
-        finally:
+        with CancelScope(shield=True):  # other middleware cancels what it has called when a client goes away, again and again
             try:
-                await do(close, None, None, None)
+                if self.unit is not None:
+                    await do(leave, error and type(error), error, None)
+                if error is None:
+                    await do(commit)
+            except Exception:
+                if error is None:
+                    raise
             finally:
-                self._release()
+                try:
+                    await do(close, None, None, None)
+                finally:
+                    self._release()
 
     async def _take(self, message: MutableMapping[str, Any]) -> None:
         """Take a part of the answer."""

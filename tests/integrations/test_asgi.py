@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import anyio
 import httpx
 import pika
 import psycopg
@@ -197,19 +198,31 @@ def test_a_request_that_is_cancelled_is_rolled_back(shop: Shop, path: str) -> No
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def run() -> None:
+    async def by_asyncio() -> None:
         task = asyncio.ensure_future(shop.api(scope, receive, send))
         await asyncio.to_thread(wait_for, lambda: query(shop.url, WAITING) == [(1,)])
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with locked(shop.url):
-        shop.client.portal.call(run)
-        assert sent == []
-    wait_for(lambda: query(shop.url, WAITING) == [(0,)])  # a server does not see that a client has gone before it answers
-    assert (shop.claims(), shop.placed()) == (0, 0)
-    assert shop.post(path, lock=7).status_code == 201
+    async def by_anyio() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(shop.api, scope, receive, send)
+            await asyncio.to_thread(wait_for, lambda: query(shop.url, WAITING) == [(1,)])
+            group.cancel_scope.cancel()
+            if path == "/plain":  # whose thread is not given up
+                query(
+                    shop.url,
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE '%_shared(%' AND pid <> pg_backend_pid()",
+                )
+
+    for number, run in enumerate((by_asyncio, by_anyio)):
+        with locked(shop.url):
+            shop.client.portal.call(run)
+            assert sent == []
+        wait_for(lambda: query(shop.url, WAITING) == [(0,)])  # a server does not see that a client has gone before it answers
+        assert (shop.claims(), shop.placed()) == (number, number)
+        assert shop.post(path, str(number), lock=7).status_code == 201
     wait_for(lambda: [inbox.engine.pool.checkedout() for inbox in shop.api.state.inboxes] == [0, 0])
 
 
