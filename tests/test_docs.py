@@ -21,8 +21,8 @@ from tests.servers.pouchdb import Pouchdb
 from tests.worker.test_loop import wait_for
 
 ROOT = Path(__file__).parent.parent
-SPARK, ACTIVEMQ, DOCUMENTS, CELERY, FASTSTREAM = (
-    ROOT / "docs" / name for name in ("pipeline.md", "activemq.md", "documents.md", "celery.md", "faststream.md")
+SPARK, ACTIVEMQ, DOCUMENTS, CELERY, FASTSTREAM, DRAMATIQ = (
+    ROOT / "docs" / name for name in ("pipeline.md", "activemq.md", "documents.md", "celery.md", "faststream.md", "dramatiq.md")
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 BLOCK = re.compile(r"^```(python|toml|sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -112,7 +112,7 @@ LONG = [
     [
         pytest.param(each, marks=[pytest.mark.slow] if each in LONG else [], id=str(each.relative_to(ROOT)))
         for each in PAGES
-        if each not in (SPARK, ACTIVEMQ, DOCUMENTS, CELERY, FASTSTREAM) and BLOCK.search(each.read_text())
+        if each not in (SPARK, ACTIVEMQ, DOCUMENTS, CELERY, FASTSTREAM, DRAMATIQ) and BLOCK.search(each.read_text())
     ],
 )
 def test_a_page_is_true(page: Path, tmp_path: Path) -> None:

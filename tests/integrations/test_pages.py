@@ -1,10 +1,11 @@
-"""The consumers of docs/wrap.md and the tasks of docs/celery.md, as printed but for their addresses."""
+"""The consumers of docs/wrap.md, the tasks of docs/celery.md and the actors of docs/dramatiq.md, as printed but for their addresses."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.servers import ask
 from tests.servers.databases import query
-from tests.test_docs import BLOCK, CELERY, NAMED, ROOT, Reader
+from tests.test_docs import BLOCK, CELERY, DRAMATIQ, NAMED, ROOT, Reader
 from tests.worker.test_loop import wait_for
 
 
@@ -60,3 +61,26 @@ def test_the_page_of_celery_is_true(url: str, vhost: str, tmp_path: Path) -> Non
     reader.environment["PYTHONPATH"] = str(ROOT)
     reader.read(tmp_path / "page.md")
     assert query(url, "SELECT order_id, cents FROM payment") == [(7, 1200)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_the_page_of_dramatiq_and_taskiq_is_true(new_url: Callable[[], str], vhost: str, tmp_path: Path) -> None:
+    page = DRAMATIQ.read_text()
+    assert len(page.splitlines()) <= 130
+    shop, mail = new_url(), new_url()
+    places = {"amqp://localhost": vhost, "redis://localhost": ask("redis", "create_database")}
+    for printed, place in {
+        **places,
+        "postgresql+psycopg://localhost/shop": shop,
+        "postgresql+psycopg://localhost/mail": mail,
+    }.items():
+        page = page.replace(printed, place)
+    (tmp_path / "page.md").write_text(page)
+    query(shop, "CREATE TABLE payment (order_id INTEGER, cents INTEGER)")
+    query(mail, "CREATE TABLE mail (order_id INTEGER)")
+    reader = Reader(tmp_path)
+    reader.environment["PYTHONPATH"] = str(ROOT)
+    reader.read(tmp_path / "page.md")
+    assert query(shop, "SELECT order_id, cents FROM payment") == [(7, 1200)]
+    assert query(mail, "SELECT order_id FROM mail") == [(7,)]

@@ -1,0 +1,267 @@
+"""dramatiq: the changes of an actor, its result and everything that it sends are committed together, once for each message id."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial, wraps
+from typing import Any, Final
+
+from sqlalchemy.orm import Session
+
+from idemp.context import Context
+from idemp.errors import ConfigurationError, describe_error, needs
+from idemp.events import log
+from idemp.handlers import AnyMessage
+from idemp.inbox import Inbox
+from idemp.integrations._calls import Call, Sender, check_call
+from idemp.integrations._capture import current
+from idemp.integrations._settling import FIRST_PAUSE, LONGEST_PAUSE
+from idemp.messages import Output, Refusal
+from idemp.policy import Duration, Idempotent
+
+with needs("dramatiq"):
+    from dramatiq import Broker, JSONEncoder, Message, errors, get_encoder, middleware
+    from dramatiq.common import current_millis, dq_name, q_name
+    from dramatiq.middleware.threading import is_gevent_active
+
+__all__ = ["Idempotency", "install", "session"]
+
+RUNNING: Final[ContextVar[Any]] = ContextVar("idemp_dramatiq_message", default=None)
+"""The message in the hands of this thread, as dramatiq took it from its queue."""
+FOLLOWERS: Final = (middleware.Callbacks, middleware.Pipelines)  # send what follows on success
+OWN: Final = (errors.QueueNotFound, struct.error, TypeError, ValueError)  # errors of one output
+
+
+def session() -> Session:
+    """Return the SQLAlchemy session of the running actor's claim. It flushes, and refuses to commit, roll back or close.
+
+    An actor that an idempotent one calls directly, as a function, has the session of that one.
+
+    Raises:
+        ConfigurationError: No idempotent actor runs in this thread.
+
+    Example:
+        >>> session()
+        Traceback (most recent call last):
+        idemp.errors.ConfigurationError: no idempotent actor is running here: use .send(…), and a worker runs it
+    """
+    if not isinstance(unit := current(), Context):
+        raise ConfigurationError("no idempotent actor is running here: use .send(…), and a worker runs it")
+    return unit.session
+
+
+class _Refused(ConfigurationError, middleware.MiddlewareError):
+    """An error that ends a worker at its start, where dramatiq only logs others."""
+
+
+class Idempotency(Sender, middleware.Middleware):
+    """A middleware that captures what idempotent actors send, and decorates them. `install` makes it.
+
+    It is the broker of the inbox, too: dramatiq's own `enqueue` sends what is stored, with a connection for each thread.
+
+    Example:
+        >>> from dramatiq.brokers.rabbitmq import RabbitmqBroker
+        >>> from sqlalchemy import create_engine
+        >>> broker = RabbitmqBroker(url="amqp://user:secret@localhost/shop", confirm_delivery=True)
+        >>> Idempotency(broker, Inbox(create_engine("sqlite:///shop.db"))).identity
+        'rabbitmq:shop'
+    """
+
+    def __init__(self, broker: Broker, inbox: Inbox) -> None:
+        self._broker, self._inbox, self._enqueue = broker, inbox, broker.enqueue
+
+    def __call__(self, name: str, *, key: str | None = None, retention: Duration = "7d") -> Callable[[Any], Any]:
+        """Mark a function as idempotent, below `@dramatiq.actor`.
+
+        Args:
+            name: Name of its claims, which is stored: it outlives a renamed function.
+            key: Argument that identifies the work; by default the message id does.
+            retention: How long duplicates are recognized.
+
+        Raises:
+            ConfigurationError: The function is `async def`, or has no such argument, or the retention is no duration.
+        """
+        policy = Idempotent(key="id", retention=retention)
+        options: dict[str, Any] = {"message": AnyMessage, "consumer": "dramatiq", "policy": policy, "publisher": self}
+        handle = self._inbox.wrap(lambda _, ctx: RUNNING.get().idemp_work(ctx), type=name, **options)
+
+        def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+            check_call(function, key)
+
+            @wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                message = RUNNING.get()
+                if message is None or current(self) or self._broker.get_actor(message.actor_name).fn is not run:
+                    return function(*args, **kwargs)  # called as a function
+                call = message.idemp = Call(message.message_id, function, args, kwargs, key)
+
+                def work(ctx: Context) -> None:
+                    with call.body(ctx, self):
+                        with self._limited(message):
+                            value = function(*args, **kwargs)
+                        for each in self._middleware(*FOLLOWERS):  # dramatiq would send later, and lose it with its process
+                            each.__class__.after_process_message(each, self._broker, message, result=value)
+                        call.store(ctx, value)
+
+                message.idemp_work = work
+                self._unlimit(message)
+                return self._settle(message, call, handle)
+
+            return run
+
+        return mark
+
+    def _settle(self, message: Any, call: Call, handle: Callable[..., Any]) -> Any:
+        """Handle a delivery; keep it while it is not to blame, so that no retry is used up."""
+        pause, again = FIRST_PAUSE, getattr(message, "redelivered", False)
+        while True:
+            try:
+                return call.read(handle(call.claimed, redelivered=again).result)
+            except Exception as error:
+                if call.is_dead(error):
+                    message.options["max_retries"] = 0
+                if not call.waits(error):
+                    raise
+                pause, again = self._wait(message, pause, error), True
+
+    def _wait(self, message: Any, pause: float, error: Exception) -> float:
+        log("wrapped.paused", id=message.message_id, error=error)
+        time.sleep(pause)
+        return min(2 * pause, LONGEST_PAUSE)
+
+    @contextmanager
+    def _limited(self, message: Any) -> Iterator[None]:
+        """Begin the time limit with the body, and end it with that, so that nothing interrupts a COMMIT."""
+        for each in self._middleware(middleware.TimeLimit):
+            each.before_process_message(self._broker, message)
+        try:
+            yield
+        finally:
+            self._unlimit(message)
+
+    def _unlimit(self, message: Any) -> None:
+        for each in self._middleware(middleware.TimeLimit):
+            each.after_process_message(self._broker, message)
+
+    def _middleware(self, *kinds: type) -> list[Any]:
+        return [each for each in self._broker.middleware if isinstance(each, kinds)]
+
+    def _follow(self, follower: Any, broker: Broker, message: Any, **end: Any) -> None:
+        """Let dramatiq send what follows, unless it was stored."""
+        if not getattr(getattr(message, "idemp", None), "handled", False):
+            follower.__class__.after_process_message(follower, broker, message, **end)
+
+    def enqueue(self, message: Any, *, delay: int | None = None) -> Any:
+        """Store a message that an idempotent actor sends; send any other one, also the retry of the running message."""
+        unit, running, pause = current(self), RUNNING.get(), FIRST_PAUSE
+        if unit and not (running and running.message_id == message.message_id):
+            if delay is not None:
+                message = message.copy(queue_name=dq_name(message.queue_name), options={"eta": current_millis() + delay})
+            unit.forward(message.encode(), {"priority": message.options.get("broker_priority")}, to=message.queue_name)
+            return message
+        while True:
+            try:
+                return self._send(message, delay)
+            except Exception as error:
+                if message is not running or not hasattr(message, "idemp"):
+                    raise
+                pause = self._wait(message, pause, error)  # it is a retry, which dramatiq would acknowledge and lose
+
+    def _send(self, message: Any, delay: int | None) -> Any:
+        """Send a message at once. Any error costs the connection of this thread: a late confirm would be another message's."""
+        try:
+            return self._enqueue(message, delay=delay)
+        except BaseException:
+            if hasattr(type(self._broker), "connection"):
+                del self._broker.connection  # type: ignore[attr-defined]
+            raise
+
+    @property
+    def identity(self) -> str:
+        """Text that is stored with the tables: the virtual host of RabbitMQ, or server, database and namespace; no password."""
+        made: Any = self._broker
+        if hasattr(made, "parameters"):
+            return f"rabbitmq:{(made.parameters[0] if isinstance(made.parameters, list) else made.parameters).virtual_host}"
+        if hasattr(made, "client"):
+            found = made.client.connection_pool.connection_kwargs
+            server = found.get("path") or f"{found.get('host')}:{found.get('port')}"
+            return f"redis:{server}/{found.get('db') or 0}/{made.namespace}"
+        return f"dramatiq:{type(made).__name__}"
+
+    def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:  # noqa: ARG002
+        """Send each output, and wait for its confirm as long as the broker's parameters allow."""
+        answers = list[Refusal | None]()
+        for each in outputs:
+            try:
+                message = Message.decode(each.body)
+                eta = message.options.pop("eta", None)
+                delay = None if eta is None else max(eta - current_millis(), 0)
+                self._send(message.copy(queue_name=q_name(message.queue_name)), delay)
+                answers.append(None)
+            except OWN as error:
+                answers.append(Refusal(describe_error(error), own=True))
+        return answers
+
+    def before_worker_boot(self, broker: Broker, worker: Any) -> None:  # noqa: ARG002
+        """Refuse what loses messages; relay what is stored."""
+        if found := "; ".join(self._faults()):
+            raise _Refused(found)
+        for each in self._middleware(*FOLLOWERS):
+            each.after_process_message = partial(self._follow, each)
+        try:
+            self._inbox.relay().start()
+        except Exception as error:
+            raise _Refused(f"the relay of this worker cannot start: {describe_error(error)}") from error
+
+    def _faults(self) -> Iterator[str]:
+        if not self._middleware(middleware.Retries):
+            yield "without the middleware Retries, messages that fail count as done: add it"
+        if not isinstance(get_encoder(), JSONEncoder):
+            yield "another encoder than JSON may run code from the queue: call dramatiq.set_encoder(dramatiq.JSONEncoder())"
+        if not getattr(self._broker, "confirm_delivery", True):
+            yield "without publisher confirms, a lost message counts as sent: pass confirm_delivery=True to RabbitmqBroker"
+        if is_gevent_active():  # type: ignore[no-untyped-call]
+            yield "gevent is not supported: run `dramatiq`, not `dramatiq-gevent`"
+
+    def after_worker_shutdown(self, *_: Any) -> None:
+        """Send what is left, and end the relay."""
+        self._inbox.relay().stop()
+
+    def before_process_message(self, _broker: Broker, message: Any) -> None:
+        """Remember the message of this thread."""
+        RUNNING.set(message)
+
+
+def install(broker: Broker, inbox: Inbox) -> Idempotency:
+    """Return the decorator of a broker's idempotent actors; capture what they send, and let workers relay it.
+
+    A worker whose settings may lose messages does not start: its error says what to change.
+
+    Args:
+        broker: With its middleware, for RabbitMQ or Redis, or a `StubBroker`.
+        inbox: On the database that the actors change; of this broker alone.
+
+    Raises:
+        ConfigurationError: Another broker was installed on the inbox.
+
+    Example:
+        >>> import dramatiq
+        >>> from dramatiq.brokers.stub import StubBroker
+        >>> from sqlalchemy import create_engine
+        >>> broker = StubBroker()
+        >>> idempotent = install(broker, Inbox(create_engine("sqlite:///shop.db")))
+        >>> @dramatiq.actor(broker=broker)
+        ... @idempotent("shop.pay", key="order_id")
+        ... def pay(order_id: int, cents: int) -> None:
+        ...     session().execute(...)
+    """
+    if inbox.broker is not None:
+        raise ConfigurationError("this inbox has a broker: give each one an inbox and tables of its own (IDEMP_TABLE_PREFIX)")
+    inbox.broker = made = Idempotency(broker, inbox)
+    broker.enqueue = made.enqueue  # type: ignore[method-assign]
+    broker.add_middleware(made)
+    return made
