@@ -6,7 +6,6 @@ import re
 from importlib.metadata import version as installed
 from pathlib import Path
 
-import taskiq  # noqa: F401 - before autodoc does so with TYPE_CHECKING set, under which FastAPI cannot be imported
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent

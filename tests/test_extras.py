@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = "aiomysql aiosqlite amqp anyio asyncpg boto3 botocore celery deltalake django dramatiq faststream greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark starlette stomp taskiq time_machine watchfiles"
+OPTIONAL = "aiomysql aiosqlite amqp anyio asyncpg boto3 botocore celery deltalake django dramatiq faststream greenlet httpx hypothesis kombu opentelemetry pandas prometheus_client psycopg pyarrow pymysql pyspark starlette stomp time_machine watchfiles"
 MODULES = {
     "idemp.brokers.activemq.broker": "No module named 'stomp': pip install 'idemp[activemq]'",
     "idemp.brokers.rabbitmq.broker": "No module named 'amqp': pip install 'idemp[rabbitmq]'",
@@ -25,7 +25,6 @@ MODULES = {
     "idemp.integrations.asgi": "No module named 'anyio': pip install 'idemp[asgi]'",
     "idemp.integrations.celery": "No module named 'celery': pip install 'idemp[celery]'",
     "idemp.integrations.dramatiq": "No module named 'dramatiq': pip install 'idemp[dramatiq]'",
-    "idemp.integrations.taskiq": "No module named 'taskiq': pip install 'idemp[taskiq]'",
     "idemp.integrations.django": "No module named 'django': pip install 'idemp[django]'",
     "idemp.integrations.faststream": "No module named 'faststream': pip install 'idemp[faststream]'",
     "idemp.prepared.sqs": "No module named 'botocore': pip install 'idemp[sqs]'",

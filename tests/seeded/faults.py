@@ -40,7 +40,6 @@ HOOKS = "tests/integrations/test_webhooks.py::test_a_request_is_handled"
 CELERY = "tests/integrations/test_celery.py::test_what_a_task_sends::postgresql::"
 FASTSTREAM = "tests/integrations/test_faststream.py::test_"
 DRAMATIQ = "tests/integrations/test_dramatiq.py::test_"
-TASKIQ = "tests/integrations/test_taskiq.py::test_"
 INTERRUPTED = "tests/test_app.py::test_a_claim_whose_block_is_interrupted"
 
 FAULTS = [
@@ -551,8 +550,4 @@ FAULTS = [
     Fault("integrations/dramatiq.py", "each.after_process_message = partial(self._follow, each)", "pass", f"{DRAMATIQ}actors"),
     Fault("integrations/dramatiq.py", 'message.options["max_retries"] = 0', "pass", f"{DRAMATIQ}actors"),
     Fault("integrations/_calls.py", "fate(error) is Fate.HOLD or", "False or", f"{DRAMATIQ}a_database"),
-    # taskiq
-    Fault("integrations/taskiq.py", "if unit := current(self):", "if (unit := current(self)) and False:", f"{TASKIQ}tasks"),
-    Fault("integrations/taskiq.py", "if delivery and not delivery.settled:", "if False:", f"{TASKIQ}no_task"),
-    Fault("integrations/taskiq.py", "delivery.kwargs, key, Dependency)", "delivery.kwargs, key)", f"{TASKIQ}what_a_worker"),
 ]
