@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
+from hashlib import sha256
+from inspect import iscoroutinefunction, signature
 from typing import Any, Final
 
+from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from idemp.context import Context
-from idemp.errors import ConfigurationError, describe_error, needs
+from idemp.errors import ConfigurationError, DispatchIncomplete, describe_error, needs
 from idemp.events import log
 from idemp.handlers import AnyMessage
 from idemp.inbox import Inbox
-from idemp.integrations._calls import Call, Sender, check_call
-from idemp.integrations._capture import current
-from idemp.integrations._settling import FIRST_PAUSE, LONGEST_PAUSE
+from idemp.integrations._capture import capturing, current
+from idemp.integrations._settling import FIRST_PAUSE, LONGEST_PAUSE, Fate, fate
 from idemp.messages import Output, Refusal
 from idemp.policy import Duration, Idempotent
 
@@ -33,6 +36,8 @@ __all__ = ["Idempotency", "install", "session"]
 RUNNING: Final[ContextVar[Any]] = ContextVar("idemp_dramatiq_message", default=None)
 """The message in the hands of this thread, as dramatiq took it from its queue."""
 FOLLOWERS: Final = (middleware.Callbacks, middleware.Pipelines)  # send what follows on success
+OPEN: Final = (DispatchIncomplete, InterfaceError, OperationalError)
+"""Errors after the body that leave open what was committed, or whether what it has sent goes out: another run finds out."""
 OWN: Final = (errors.QueueNotFound, struct.error, TypeError, ValueError)  # errors of one output
 
 
@@ -58,7 +63,54 @@ class _Refused(ConfigurationError, middleware.MiddlewareError):
     """An error that ends a worker at its start, where dramatiq only logs others."""
 
 
-class Idempotency(Sender, middleware.Middleware):
+class _Call:
+    """One delivery of a message: how far it has come in this process.
+
+    Attributes:
+        claimed: The key, and a digest of all arguments by name, as the function gets them.
+        handled: Whether what follows on success is stored under the claim, because this very message was the first one.
+    """
+
+    def __init__(
+        self, id: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], key: str | None
+    ) -> None:
+        bound = signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        found = bound.arguments.get(key or "", id)
+        digest = sha256(json.dumps(bound.arguments, sort_keys=True).encode("utf-8", "surrogatepass"))
+        self.claimed = {"id": found, "arguments": digest.hexdigest()}
+        self.id, self.handled = id, False
+        self._error: Exception | None = None
+        self._returned = False
+
+    @contextmanager
+    def body(self, context: Context, broker: Idempotency) -> Iterator[None]:
+        """Capture what the body sends, and remember how it ends."""
+        self._error, self._returned = None, False
+        try:
+            with capturing(context, broker):
+                yield
+        except Exception as error:
+            self._error = error
+            raise
+        self._returned = True
+
+    def read(self, result: bytes | None) -> Any:
+        """Return the value that the first call has returned; None if it was erased."""
+        first, value = json.loads(result) if result else (self.id, None)
+        self.handled = first == self.id
+        return value
+
+    def waits(self, error: Exception) -> bool:
+        """Return whether the message has to run again, and is not to blame: it must not use up a retry."""
+        return error is not self._error and (fate(error) is Fate.HOLD or (self._returned and isinstance(error, OPEN)))
+
+    def is_dead(self, error: Exception) -> bool:
+        """Return whether no retry can succeed."""
+        return error is not self._error and fate(error) is Fate.DEAD
+
+
+class Idempotency(middleware.Middleware):
     """A middleware that captures what idempotent actors send, and decorates them. `install` makes it.
 
     It is the broker of the inbox, too: dramatiq's own `enqueue` sends what is stored, with a connection for each thread.
@@ -90,14 +142,17 @@ class Idempotency(Sender, middleware.Middleware):
         handle = self._inbox.wrap(lambda _, ctx: RUNNING.get().idemp_work(ctx), type=name, **options)
 
         def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-            check_call(function, key)
+            if iscoroutinefunction(function) or (key is not None and key not in signature(function).parameters):
+                raise ConfigurationError(
+                    f"{function.__name__} has to be a plain function" + (f" with an argument {key!r}, its key" if key else "")
+                )
 
             @wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
                 message = RUNNING.get()
                 if message is None or current(self) or self._broker.get_actor(message.actor_name).fn is not run:
                     return function(*args, **kwargs)  # called as a function
-                call = message.idemp = Call(message.message_id, function, args, kwargs, key)
+                call = message.idemp = _Call(message.message_id, function, args, kwargs, key)
 
                 def work(ctx: Context) -> None:
                     with call.body(ctx, self):
@@ -105,7 +160,7 @@ class Idempotency(Sender, middleware.Middleware):
                             value = function(*args, **kwargs)
                         for each in self._middleware(*FOLLOWERS):  # dramatiq would send later, and lose it with its process
                             each.__class__.after_process_message(each, self._broker, message, result=value)
-                        call.store(ctx, value)
+                        ctx.result = json.dumps([call.id, value]).encode()
 
                 message.idemp_work = work
                 self._unlimit(message)
@@ -115,7 +170,7 @@ class Idempotency(Sender, middleware.Middleware):
 
         return mark
 
-    def _settle(self, message: Any, call: Call, handle: Callable[..., Any]) -> Any:
+    def _settle(self, message: Any, call: _Call, handle: Callable[..., Any]) -> Any:
         """Handle a delivery; keep it while it is not to blame, so that no retry is used up."""
         pause, again = FIRST_PAUSE, getattr(message, "redelivered", False)
         while True:
@@ -191,6 +246,16 @@ class Idempotency(Sender, middleware.Middleware):
             server = found.get("path") or f"{found.get('host')}:{found.get('port')}"
             return f"redis:{server}/{found.get('db') or 0}/{made.namespace}"
         return f"dramatiq:{type(made).__name__}"
+
+    def publisher(self) -> Idempotency:
+        """Return this object: it sends in any thread."""
+        return self
+
+    def send(self, outputs: Sequence[Output]) -> None:
+        """Leave all to `publish`."""
+
+    def close(self) -> None:
+        """Leave the connections to dramatiq."""
 
     def publish(self, outputs: Sequence[Output], timeout: float) -> Sequence[Refusal | None]:  # noqa: ARG002
         """Send each output, and wait for its confirm as long as the broker's parameters allow."""

@@ -549,5 +549,5 @@ FAULTS = [
     Fault("integrations/dramatiq.py", "if message is not running or", "if message is message or", f"{DRAMATIQ}a_retry"),
     Fault("integrations/dramatiq.py", "each.after_process_message = partial(self._follow, each)", "pass", f"{DRAMATIQ}actors"),
     Fault("integrations/dramatiq.py", 'message.options["max_retries"] = 0', "pass", f"{DRAMATIQ}actors"),
-    Fault("integrations/_calls.py", "fate(error) is Fate.HOLD or", "False or", f"{DRAMATIQ}a_database"),
+    Fault("integrations/dramatiq.py", "fate(error) is Fate.HOLD or", "False or", f"{DRAMATIQ}a_database"),
 ]
