@@ -31,7 +31,7 @@ with needs("dramatiq"):
     from dramatiq.common import current_millis, dq_name, q_name
     from dramatiq.middleware.threading import is_gevent_active
 
-__all__ = ["Idempotency", "install", "session"]
+__all__ = ["IdempotentActors", "install", "session"]
 
 RUNNING: Final[ContextVar[Any]] = ContextVar("idemp_dramatiq_message", default=None)
 """The message in the hands of this thread, as dramatiq took it from its queue."""
@@ -84,7 +84,7 @@ class _Call:
         self._returned = False
 
     @contextmanager
-    def body(self, context: Context, broker: Idempotency) -> Iterator[None]:
+    def body(self, context: Context, broker: IdempotentActors) -> Iterator[None]:
         """Capture what the body sends, and remember how it ends."""
         self._error, self._returned = None, False
         try:
@@ -110,7 +110,7 @@ class _Call:
         return error is not self._error and fate(error) is Fate.DEAD
 
 
-class Idempotency(middleware.Middleware):
+class IdempotentActors(middleware.Middleware):
     """A middleware that captures what idempotent actors send, and decorates them. `install` makes it.
 
     It is the broker of the inbox, too: dramatiq's own `enqueue` sends what is stored, with a connection for each thread.
@@ -119,7 +119,7 @@ class Idempotency(middleware.Middleware):
         >>> from dramatiq.brokers.rabbitmq import RabbitmqBroker
         >>> from sqlalchemy import create_engine
         >>> broker = RabbitmqBroker(url="amqp://user:secret@localhost/shop", confirm_delivery=True)
-        >>> Idempotency(broker, Inbox(create_engine("sqlite:///shop.db"))).identity
+        >>> IdempotentActors(broker, Inbox(create_engine("sqlite:///shop.db"))).identity
         'rabbitmq:shop'
     """
 
@@ -247,7 +247,7 @@ class Idempotency(middleware.Middleware):
             return f"redis:{server}/{found.get('db') or 0}/{made.namespace}"
         return f"dramatiq:{type(made).__name__}"
 
-    def publisher(self) -> Idempotency:
+    def publisher(self) -> IdempotentActors:
         """Return this object: it sends in any thread."""
         return self
 
@@ -301,7 +301,7 @@ class Idempotency(middleware.Middleware):
         RUNNING.set(message)
 
 
-def install(broker: Broker, inbox: Inbox) -> Idempotency:
+def install(broker: Broker, inbox: Inbox) -> IdempotentActors:
     """Return the decorator of a broker's idempotent actors; capture what they send, and let workers relay it.
 
     A worker whose settings may lose messages does not start: its error says what to change.
@@ -326,7 +326,7 @@ def install(broker: Broker, inbox: Inbox) -> Idempotency:
     """
     if inbox.broker is not None:
         raise ConfigurationError("this inbox has a broker: give each one an inbox and tables of its own (IDEMP_TABLE_PREFIX)")
-    inbox.broker = made = Idempotency(broker, inbox)
+    inbox.broker = made = IdempotentActors(broker, inbox)
     broker.enqueue = made.enqueue  # type: ignore[method-assign]
     broker.add_middleware(made)
     return made

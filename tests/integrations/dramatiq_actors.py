@@ -49,7 +49,7 @@ between: dict[int, Callable[[], object]] = {}
 """What happens between COMMIT and send, as an actor of a thread wants it."""
 
 
-class Interrupted(tested.Idempotency):
+class Interrupted(tested.IdempotentActors):
     """Sends for actors, in their threads, and for the relay."""
 
     def publish(self, outputs: Sequence[Any], timeout: float) -> Sequence[Any]:
@@ -58,7 +58,7 @@ class Interrupted(tested.Idempotency):
         return super().publish(outputs, timeout)
 
 
-tested.Idempotency = Interrupted  # type: ignore[misc]
+tested.IdempotentActors = Interrupted  # type: ignore[misc]
 idempotent = install(broker, Inbox(engine))
 
 

@@ -11,14 +11,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import celery as canvas
 import kombu.exceptions
-import psycopg
 import pytest
 from celery import Celery
 from celery.app.trace import trace_task
@@ -33,7 +32,7 @@ from idemp.integrations.celery import CeleryBroker, IdempotentTask, install, ses
 from idemp.sql.engine import Database
 from tests.integrations.celery_tasks import TABLES, WAYS, follow_ups
 from tests.servers import ask
-from tests.servers.databases import query
+from tests.servers.databases import locked, query
 from tests.servers.process import has_ended
 from tests.sql.test_outages import end_sessions, role
 from tests.worker.test_loop import wait_for
@@ -125,11 +124,8 @@ class Shop:
     @contextmanager
     def locked(self, lock: int) -> Iterator[Callable[[int], None]]:
         """Hold a lock for which tasks wait; yield a function that waits until so many do."""
-        address = make_url(self.database).set(drivername="postgresql").render_as_string(hide_password=False)
-        waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND objid = %s AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        with closing(psycopg.connect(address, autocommit=True)) as connection:
-            connection.execute("SELECT pg_advisory_lock(%s)", [lock])
-            yield lambda count: wait_for(lambda: connection.execute(waiting, [lock]).fetchall() == [(count,)])
+        with locked(self.database, lock) as waiting:
+            yield lambda count: wait_for(lambda: waiting(count))
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import dramatiq
-import psycopg
 import pytest
 from dramatiq import Message, Worker
 from dramatiq.brokers.rabbitmq import RabbitmqBroker
@@ -27,11 +26,11 @@ from sqlalchemy import create_engine, make_url, text
 
 from idemp import ConfigurationError, Inbox
 from idemp.context import BaseContext
-from idemp.integrations.dramatiq import Idempotency, install, session
+from idemp.integrations.dramatiq import IdempotentActors, install, session
 from idemp.sql.engine import Database
 from tests.integrations.dramatiq_actors import TABLES, WAYS, follow_ups, open_broker
 from tests.servers import ask
-from tests.servers.databases import query
+from tests.servers.databases import locked, query
 from tests.sql.test_outages import end_sessions, role
 from tests.worker.test_loop import wait_for
 from tests.world import let_pass
@@ -136,11 +135,8 @@ class Shop:
     @contextmanager
     def locked(self, lock: int) -> Iterator[Callable[[int], None]]:
         """Hold a lock for which actors wait; yield a function that waits until so many do."""
-        address = make_url(self.database).set(drivername="postgresql").render_as_string(hide_password=False)
-        waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND objid = %s AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        with closing(psycopg.connect(address, autocommit=True)) as connection:
-            connection.execute("SELECT pg_advisory_lock(%s)", [lock])
-            yield lambda count: wait_for(lambda: connection.execute(waiting, [lock]).fetchall() == [(count,)])
+        with locked(self.database, lock) as waiting:
+            yield lambda count: wait_for(lambda: waiting(count))
 
 
 @pytest.fixture
@@ -463,13 +459,13 @@ def test_what_cannot_be_idempotent_is_refused(desk: Desk) -> None:
     ],
 )
 def test_the_identity_of_a_broker_has_no_password(broker: Any, identity: str) -> None:
-    assert Idempotency(broker, Inbox(create_engine("sqlite://"))).identity == identity
+    assert IdempotentActors(broker, Inbox(create_engine("sqlite://"))).identity == identity
 
 
 def test_one_output_is_to_blame_and_its_neighbours_are_sent() -> None:
     broker = StubBroker()
     broker.declare_queue("default")
-    outlet, ctx = Idempotency(broker, Inbox(create_engine("sqlite://"))), BaseContext("shop", {}, None, None)
+    outlet, ctx = IdempotentActors(broker, Inbox(create_engine("sqlite://"))), BaseContext("shop", {}, None, None)
     for queue in ("default", "nowhere", "default"):
         ctx.forward(Message(queue, "note", (), {}, {}).encode(), to=queue)
     assert [answer and answer.own for answer in outlet.publish(ctx.outputs(), 1.0)] == [None, True, None]
@@ -477,7 +473,7 @@ def test_one_output_is_to_blame_and_its_neighbours_are_sent() -> None:
 
 @pytest.mark.slow
 def test_a_broker_that_is_away_is_nobodys_fault() -> None:
-    outlet = Idempotency(RabbitmqBroker(url="amqp://127.0.0.1:1", confirm_delivery=True), Inbox(create_engine("sqlite://")))
+    outlet = IdempotentActors(RabbitmqBroker(url="amqp://127.0.0.1:1", confirm_delivery=True), Inbox(create_engine("sqlite://")))
     ctx = BaseContext("shop", {}, None, None)
     ctx.forward(Message("default", "note", (), {}, {}).encode(), to="default")
     with pytest.raises(ConnectionClosed):

@@ -34,7 +34,6 @@ from tests.integrations.faststream_subscribers import TABLES
 from tests.servers import ask
 from tests.servers.databases import query
 from tests.sql.test_outages import end_sessions, role
-from tests.test_docs import FASTSTREAM, ROOT, Reader
 from tests.worker.test_loop import wait_for
 from tests.world import let_pass
 
@@ -466,18 +465,3 @@ def test_processes_that_are_killed_lose_nothing(processes: Processes, database: 
     processes.running[-1].terminate()
     assert processes.running[-1].wait(30) == 0
     assert processes.arrived("published")[1] == 1
-
-
-@pytest.mark.slow
-@on_postgresql
-def test_the_page_of_faststream_is_true(url: str, vhost: str, tmp_path: Path) -> None:
-    page = FASTSTREAM.read_text()
-    assert len(page.splitlines()) <= 120
-    for printed, place in {"amqp://localhost": vhost, "postgresql+psycopg://localhost/shop": url}.items():
-        page = page.replace(printed, place)
-    (tmp_path / "page.md").write_text(page)
-    query(url, "CREATE TABLE payment (order_id INTEGER, cents INTEGER)")
-    reader = Reader(tmp_path)
-    reader.environment["PYTHONPATH"] = str(ROOT)
-    reader.read(tmp_path / "page.md")
-    assert query(url, "SELECT order_id, cents FROM payment") == [(7, 1200)]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.servers import ask
 from tests.servers.databases import query
-from tests.test_docs import BLOCK, CELERY, DRAMATIQ, NAMED, ROOT, Reader
+from tests.test_docs import BLOCK, CELERY, DRAMATIQ, FASTSTREAM, NAMED, ROOT, Reader
 from tests.worker.test_loop import wait_for
 
 
@@ -48,29 +48,16 @@ def test_a_consumer_of_the_page_takes_each_payment_once(client: str, url: str, v
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
-def test_the_page_of_celery_is_true(url: str, vhost: str, tmp_path: Path) -> None:
-    page = CELERY.read_text()
-    assert len(page.splitlines()) <= 150
+@pytest.mark.parametrize(
+    ("page", "lines"), [(CELERY, 150), (DRAMATIQ, 120), (FASTSTREAM, 120)], ids=["celery", "dramatiq", "faststream"]
+)
+def test_a_page_of_a_framework_is_true(page: Path, lines: int, url: str, vhost: str, tmp_path: Path) -> None:
+    printed = page.read_text()
+    assert len(printed.splitlines()) <= lines
     places = {"amqp://localhost": vhost, "redis://localhost": ask("redis", "create_database")}
-    for printed, place in {**places, "postgresql+psycopg://localhost/shop": url}.items():
-        page = page.replace(printed, place)
-    (tmp_path / "page.md").write_text(page)
-    query(url, "CREATE TABLE payment (order_id INTEGER, cents INTEGER)")
-    reader = Reader(tmp_path)
-    reader.environment["PYTHONPATH"] = str(ROOT)
-    reader.read(tmp_path / "page.md")
-    assert query(url, "SELECT order_id, cents FROM payment") == [(7, 1200)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
-def test_the_page_of_dramatiq_is_true(url: str, vhost: str, tmp_path: Path) -> None:
-    page = DRAMATIQ.read_text()
-    assert len(page.splitlines()) <= 120
-    places = {"amqp://localhost": vhost, "redis://localhost": ask("redis", "create_database")}
-    for printed, place in {**places, "postgresql+psycopg://localhost/shop": url}.items():
-        page = page.replace(printed, place)
-    (tmp_path / "page.md").write_text(page)
+    for known, place in {**places, "postgresql+psycopg://localhost/shop": url}.items():
+        printed = printed.replace(known, place)
+    (tmp_path / "page.md").write_text(printed)
     query(url, "CREATE TABLE payment (order_id INTEGER, cents INTEGER)")
     reader = Reader(tmp_path)
     reader.environment["PYTHONPATH"] = str(ROOT)

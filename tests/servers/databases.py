@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -25,6 +26,18 @@ def query(url: str, statement: str, *parameters: object) -> list[tuple[Any, ...]
     with closing(_connect(made)) as connection, connection.cursor() as cursor:
         cursor.execute(statement, parameters or None)
         return list(cursor.fetchall())
+
+
+WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND objid = %s AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+
+
+@contextmanager
+def locked(url: str, lock: int) -> Iterator[Callable[[int], bool]]:
+    """Hold an advisory lock of PostgreSQL; yield a function that says whether so many transactions wait for it."""
+    address = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with closing(psycopg.connect(address, autocommit=True)) as connection:
+        connection.execute("SELECT pg_advisory_lock(%s)", [lock])
+        yield lambda count: connection.execute(WAITING, [lock]).fetchall() == [(count,)]
 
 
 def create_database(url: str, template: str | None = None) -> str:
