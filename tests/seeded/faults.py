@@ -521,12 +521,6 @@ FAULTS = [
     ),
     Fault(
         "integrations/faststream.py",
-        "            with capturing(unit, self.outlet):\n                yield unit",
-        "            capturing(unit, self.outlet).__enter__()\n            yield unit",
-        f"{FASTSTREAM}what_a_subscriber_publishes",
-    ),
-    Fault(
-        "integrations/faststream.py",
         "            return None if self.unit.duplicate else await call_next(message)",
         "            result = None if self.unit.duplicate else await call_next(message)\n"
         "        await self.block.__aexit__(None, None, None)\n        self.unit = None\n        return result",
