@@ -266,7 +266,7 @@ class Inbox:
         outputs = [output for output in unit.stored if output.id in pending]
         return Handling(Delivery(unit.consumer, {}, b""), claim=unit._claim, outputs=outputs)  # noqa: SLF001
 
-    def relay(self, broker: Outlet | None = None) -> RelayThread:
+    def relay(self, broker: Outlet | None = None, *, engine: Engine | None = None) -> RelayThread:
         """Return the relay of this inbox: a thread that sends what is stored, for processes without a worker of idemp.
 
         It starts with `start()`, or with the first `wake()`, which belongs after each of your COMMITs. What `wrap` has committed
@@ -274,6 +274,7 @@ class Inbox:
 
         Args:
             broker: Takes the outputs; by default `self.broker`. Without it, a repeated call returns the same thread.
+            engine: For the thread alone, at the first call; by default the inbox's.
 
         Raises:
             ConfigurationError: The inbox has a relay to another broker.
@@ -288,8 +289,8 @@ class Inbox:
         from idemp.worker.relay_thread import RelayThread
 
         if self._relay is None:
-            own = self._async_engine is not None
-            inbox = Inbox(_plain(self.engine), settings=self._settings) if own else self
+            own = engine is not None or self._async_engine is not None
+            inbox = Inbox(engine or _plain(self.engine), settings=self._settings) if own else self
             self._relay = RelayThread(lambda: inbox._open(None), self._settings, broker or self.broker, own=own)  # noqa: SLF001
         elif broker is not None and broker is not self._relay.broker:
             raise ConfigurationError("this inbox has a relay to another broker: call relay(broker) once, before relay()")
@@ -527,6 +528,8 @@ class AsyncInbox:
         """
         from idemp.sql.aio import AsyncCaller
 
+        if not session.in_transaction():  # whose connection the first task may need
+            await self._wait_for_first(None)
         tx = AsyncCaller(session)
         block = self._inbox._claim(  # noqa: SLF001
             session.sync_session, AsyncContext, tx, message, consumer, type, policy, properties, wait, grace
@@ -560,17 +563,20 @@ class AsyncInbox:
         sent = await asyncio.to_thread(self._inbox._send, dispatcher, handling)  # noqa: SLF001
         return len(sent.outputs) - len(await self._run(dispatcher.record, sent))
 
-    def relay(self, broker: Outlet | None = None) -> RelayThread:
-        """Return the relay of this inbox; see `Inbox.relay`. The thread has an engine of its own, by the URL of this one.
+    def relay(self, broker: Outlet | None = None, *, engine: Engine | None = None) -> RelayThread:
+        """Return the relay of this inbox; see `Inbox.relay`.
+
+        The thread has an engine of its own, because it has no event loop. By default it is made from the URL alone: if yours needs
+        more, such as `connect_args` or `async_creator`, call `relay(engine=…)` once before all others, with a plain engine.
 
         Call `wake` by `await asyncio.to_thread(relay.wake)`, because its first call in a process connects.
 
         Raises:
             ConfigurationError: The inbox has a relay to another broker, or there is no plain driver for the URL.
         """
-        return self._inbox.relay(broker)
+        return self._inbox.relay(broker, engine=engine)
 
-    async def _wait_for_first(self, handler: Handler) -> None:
+    async def _wait_for_first(self, handler: Handler | None) -> None:
         """Wait for the first task to open the adapters: if all did so, each would need a connection of the pool for that.
 
         If that fails, each task tries, and raises an error of its own.

@@ -6,13 +6,14 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from http import HTTPStatus
 from inspect import iscoroutinefunction, isfunction
 from typing import Any, Final
+from uuid import UUID
 from weakref import WeakValueDictionary
 
 from sqlalchemy import exc
@@ -25,6 +26,7 @@ from idemp.errors import (
     Conflict,
     InFlight,
     Late,
+    TransactionEnded,
     Unreadable,
     UnusableOutput,
     describe_error,
@@ -34,6 +36,7 @@ from idemp.inbox import AsyncInbox, Inbox
 from idemp.integrations._capture import capturing
 from idemp.messages import MAX_BODY_BYTES
 from idemp.policy import Duration, Idempotent
+from idemp.ports import Kind
 
 with needs("asgi"):
     from anyio import CancelScope, CapacityLimiter, to_thread
@@ -47,8 +50,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-KEY: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])+)"|([\x20\x21\x23-\x7e]+)')  # a string of RFC 9651, or bare
+KEY: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])+)"|([\x20\x21\x23-\x2b\x2d-\x7e]+)')
+"""A string of RFC 9651, or bare text without a comma, by which proxies join two headers."""
 LONGEST_KEY: Final = 255  # characters
+LONGEST_ANSWER: Final = MAX_BODY_BYTES - 100_000  # bytes, without status and headers
+LONGEST_WAIT: Final = 3600.0  # seconds
 PASSING: Final = frozenset({401, 403, 408, 409, 425, 429})
 UNSTORED: Final = frozenset(
     b"connection date keep-alive proxy-authenticate set-cookie te trailer transfer-encoding upgrade".split()
@@ -57,7 +63,7 @@ AGAIN: Final = (b"retry-after", b"1")  # seconds
 BUSY: Final = (HTTPStatus.CONFLICT, "a request with this key is being handled", AGAIN)
 AWAY: Final = (
     HTTPStatus.SERVICE_UNAVAILABLE,
-    "the database has not confirmed this request: send it again with the same key",
+    "the database is away or busy, and has not confirmed this request: send it again with the same key",
     AGAIN,
 )
 ANSWERS: Final[Mapping[type[Exception], tuple[Any, ...]]] = {
@@ -66,7 +72,6 @@ ANSWERS: Final[Mapping[type[Exception], tuple[Any, ...]]] = {
     Late: (HTTPStatus.GONE, ""),
     Unreadable: (HTTPStatus.BAD_REQUEST, ""),
     BlockEnded: (HTTPStatus.INTERNAL_SERVER_ERROR, "the endpoint has ended its transaction; what it has done is not known"),
-    **dict.fromkeys((exc.InterfaceError, exc.OperationalError, exc.TimeoutError, OSError), AWAY),
     Exception: (HTTPStatus.INTERNAL_SERVER_ERROR, "this request failed, and nothing was done"),
 }
 """Answers to errors before and behind the endpoint, by the first class that fits; without a text, the error's own."""
@@ -121,15 +126,17 @@ class Idempotency:
         app: What it is put around: `api.add_middleware(Idempotency, inbox=…)` passes it.
         inbox: `AsyncInbox` for `async def` endpoints, `Inbox` for plain ones, on the database that they change.
         routes: Which requests have keys. All others pass.
-        client: Returns who sends a request, as its authentication knows it: two clients may use one key. None refuses it by 401.
+        client: Returns who sends a request, as text, a number or a UUID that stays the same: two clients may use one key, and a
+            token that is renewed would make two of one. None refuses the request by 401.
         consumer: Scope of the names.
         retention: How long keys and answers are kept.
         wait: Seconds that a second request waits for the first one, before it is answered by 409.
-        limit: Bytes that a request or an answer may have.
-        final: Whether an answer of this status is stored, and its changes committed; else all is rolled back.
+        limit: Bytes that a request or an answer may have; an answer at most 16 MiB.
+        final: Whether an answer of this status is stored, and its changes committed; else all is rolled back. A webhook's is final
+            from 200 to 299.
 
     Raises:
-        ConfigurationError: At start, if two routes have one name, the limit is none, or the tables are missing.
+        ConfigurationError: An argument does not fit; at the start of the server also, if the tables are missing.
 
     Example:
         >>> from sqlalchemy.ext.asyncio import create_async_engine
@@ -149,7 +156,7 @@ class Idempotency:
         *,
         inbox: AsyncInbox | Inbox,
         routes: Sequence[Route],
-        client: Callable[[HTTPConnection], str | None],
+        client: Callable[[HTTPConnection], str | int | UUID | None],
         consumer: str = "http",
         retention: Duration = "1d",
         wait: float = 2.0,
@@ -162,6 +169,8 @@ class Idempotency:
         for each in routes:
             policy = Idempotent(key="id", retention=retention, fingerprint="none" if each.key else "body")
             self._places[each.name] = {"consumer": consumer, "type": each.name, "policy": policy}
+        if found := [*self._faults()]:
+            raise ConfigurationError("; ".join(found))
         self._running = WeakValueDictionary[tuple[str, str], asyncio.Lock]()
         self._claiming = CapacityLimiter(40)  # threads; among those of the endpoints, claims would wait for each other
 
@@ -169,7 +178,8 @@ class Idempotency:
         """Handle what a server passes (ASGI 3)."""
         if scope["type"] == "lifespan":
             return await self._live(scope, receive, send)
-        method, path = scope.get("method"), scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        method, path, root = scope.get("method"), scope.get("path", ""), scope.get("root_path", "").rstrip("/")
+        path = path[len(root) :] if path.startswith(f"{root}/") else path  # as routers do
         route = next((route for each, pattern, route in self._routes if each == method and pattern.match(path)), None)
         if route is None:
             return await self.app(scope, receive, send)
@@ -186,8 +196,20 @@ class Idempotency:
                 await running.acquire()
         except TimeoutError:
             return await _refuse(send, *BUSY)
-        exchange = _Exchange(self, message, {**self._places[route.name], "wait": self.wait, "grace": 0.0}, running.release, send)
-        return await exchange.run(scope, _given({"type": "http.request", "body": body}, receive))
+        place = {**self._places[route.name], "wait": self.wait, "grace": 0.0}
+        exchange = _Exchange(self, route, message, place, running.release, send)
+        # Nothing that the client does cuts the endpoint short: half an answer would be stored.
+        return await exchange.run(scope, _given({"type": "http.request", "body": body}, receive, exchange.ended))
+
+    def _faults(self) -> Iterator[str]:
+        if len(self._places) < len(self._routes):
+            yield f"two routes have one name: {', '.join(route.name for *_, route in self._routes)}"
+        yield from (f"{route} matches nothing: its path begins with /" for *_, route in self._routes if route.path[:1] != "/")
+        yield from (f"{route} has no method of HTTP" for method, _, route in self._routes if not method.isalpha())
+        if not 0 < self.wait <= LONGEST_WAIT or self.limit <= 0:
+            yield f"wait={self.wait} has to be more than 0 and at most {LONGEST_WAIT:g} seconds, and limit={self.limit} 1 byte or more"
+        if iscoroutinefunction(self.client):
+            yield "client is async def: pass a plain function, and let a middleware outside of this one find out who it is"
 
     async def _read(self, route: Route, scope: Scope, receive: Receive) -> tuple[bytes, dict[str, str]]:
         """Return the body of a request, and what is claimed for it."""
@@ -205,11 +227,11 @@ class Idempotency:
                 text = f"the body has more than {self.limit:,} bytes; nothing was done"
                 raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
         body = b"".join(chunks)
-        head = f"{scope['method']} {scope['path']}?{scope.get('query_string', b'').decode('latin-1')}\n".encode()
+        head = json.dumps([scope["method"], scope["path"], scope.get("query_string", b"").decode("latin-1")]).encode() + b"\n"
         if route.key:
             id = route.key(request, body)
         else:
-            owner = sha256(who.encode()).hexdigest()[:32]
+            owner = sha256(str(who).encode()).hexdigest()[:32]
             id = f"{owner}:{key}" if len(key) <= 220 else f"{owner}#{sha256(key.encode()).hexdigest()}"  # an id has 255 bytes
         return body, {"id": id, "request": sha256(head + body).hexdigest()}
 
@@ -217,12 +239,6 @@ class Idempotency:
         """Check and register before the app starts, and end the relay behind it."""
         relay, starting = self.inbox.relay(), await receive()
         try:
-            if len(self._places) < len(self._routes):
-                raise ConfigurationError(
-                    f"two routes have one name, or twice the same one is declared: {', '.join(self._places)}"
-                )
-            if not 0 < self.limit <= MAX_BODY_BYTES - 100_000:
-                raise ConfigurationError(f"limit={self.limit} has to be 1 to {MAX_BODY_BYTES - 100_000:,} bytes")
             for place in self._places.values():
                 await self.do(partial(self.inbox.prepare, **place))
             if self.inbox.has_broker:
@@ -234,6 +250,15 @@ class Idempotency:
             await self.app(scope, _given(starting, receive), send)
         finally:
             await asyncio.to_thread(relay.stop)
+
+    def is_away(self, error: Exception) -> bool:
+        """Return whether the database takes no work, or has not said what became of a transaction."""
+        from idemp.sql.engine import dialect_of
+
+        engine = self.inbox.engine.sync_engine if isinstance(self.inbox, AsyncInbox) else self.inbox.engine
+        if isinstance(error, InFlight):  # SQLite has one writer, whatever its key
+            return engine.dialect.name == "sqlite"
+        return isinstance(error, OSError) or dialect_of(engine).classify(error) in (Kind.LOST, Kind.TRANSIENT)
 
     async def do(self, function: Callable[..., Any], *arguments: Any, begins: bool = False) -> Any:
         """Await a method of an asynchronous inbox or session, or run one of a plain one in a thread."""
@@ -253,11 +278,18 @@ class _Exchange:
     """A request and its answer, which is kept back until the transaction has ended."""
 
     def __init__(
-        self, owner: Idempotency, message: Mapping[str, str], place: Mapping[str, Any], release: Callable[[], None], send: Send
+        self,
+        owner: Idempotency,
+        route: Route,
+        message: Mapping[str, str],
+        place: Mapping[str, Any],
+        release: Callable[[], None],
+        send: Send,
     ) -> None:
-        self.owner, self._release, self._send, inbox = owner, release, send, owner.inbox
-        self._start: MutableMapping[str, Any] = {}
-        self._chunks, self._size, self._over = list[bytes](), 0, False
+        self.owner, self._route, self._release, self._send, inbox = owner, route, release, send, owner.inbox
+        self.ended = asyncio.Event()
+        self._start: dict[str, Any] = {}
+        self._chunks, self._size, self._over, self._failed = list[bytes](), 0, False, False
         mode: dict[str, Any] = {"expire_on_commit": False, "close_resets_only": False}  # what is closed stays so
         self.unit: Any = None
         if isinstance(inbox, AsyncInbox):
@@ -317,17 +349,18 @@ class _Exchange:
                     await do(close, None, None, None)
                 finally:
                     self._release()
+                    self.ended.set()
 
     async def _take(self, message: MutableMapping[str, Any]) -> None:
         """Take a part of the answer."""
         if self._over:
-            return await self._send(message)
+            return None if self._failed else await self._send(message)
         if message["type"] == "http.response.start":
-            self._start = message
+            self._start = {**message, "headers": [*message.get("headers", ())]}
         if message["type"] == "http.response.body":
             self._chunks.append(message.get("body", b""))
             self._size += len(self._chunks[-1])
-            if self._size > self.owner.limit:
+            if self._size > min(self.owner.limit, LONGEST_ANSWER):
                 error = UnusableOutput(f"the answer has more than {self.owner.limit:,} bytes: answer with less, or raise limit=")
                 await self._end(error)
                 await self._fail(error)
@@ -336,16 +369,18 @@ class _Exchange:
         return None
 
     async def _finish(self, status: int, body: bytes) -> None:
-        if not self.owner.final(status):
+        if not (200 <= status < 300 if self._route.key else self.owner.final(status)):
             await self._end(ConnectionError(f"the answer is {status}"))
         else:
-            kept = [pair for pair in self._start.get("headers", ()) if pair[0].lower() not in UNSTORED]
+            kept = [pair for pair in self._start["headers"] if pair[0].lower() not in UNSTORED]
             head = [status, [[name.decode("latin-1"), value.decode("latin-1")] for name, value in kept]]
             self.unit.result = json.dumps(head).encode() + b"\n" + body
             try:
                 await self._end()
             except Exception as error:  # noqa: BLE001 - it is raised again, so that no background task runs
-                return await self._fail(error)
+                if status < HTTPStatus.BAD_REQUEST or not isinstance(error, TransactionEnded | exc.PendingRollbackError):
+                    return await self._fail(error)
+                # The endpoint says itself that it has failed, and was rolled back.
             if self.unit.stored:  # no answer waits for the broker
                 asyncio.get_running_loop().run_in_executor(None, self.owner.inbox.relay().wake)
         await self._send(self._start)
@@ -362,10 +397,13 @@ class _Exchange:
 
     async def _fail(self, error: BaseException) -> None:
         """Answer instead of the endpoint. What is not the client's fault is raised, so that the server logs it."""
-        said = next((answer for kind, answer in ANSWERS.items() if isinstance(error, kind)), None)
-        if said is None:
+        self._failed = True
+        if not isinstance(error, Exception):
             raise error
-        status, text, *headers = said
+        if isinstance(error, exc.StatementError):
+            error.hide_parameters = True  # the answer is among them
+        said = next(answer for kind, answer in ANSWERS.items() if isinstance(error, kind))
+        status, text, *headers = AWAY if self.owner.is_away(error) else said
         await _refuse(self._send, status, text or str(error), *headers)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise error
@@ -435,12 +473,16 @@ def _key(request: HTTPConnection, *, required: bool) -> str:
     return key
 
 
-def _given(first: MutableMapping[str, Any], receive: Receive) -> Receive:
-    """Return a function that receives a first message again, and then the others."""
+def _given(first: MutableMapping[str, Any], receive: Receive, ended: asyncio.Event | None = None) -> Receive:
+    """Return a function that receives a first message again, and then the others, but not before something has ended."""
     messages = [first]
 
     async def again() -> MutableMapping[str, Any]:
-        return messages.pop() if messages else await receive()
+        if messages:
+            return messages.pop()
+        if ended is not None:
+            await ended.wait()
+        return await receive()
 
     return again
 

@@ -21,6 +21,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import StreamingResponse
 
 from idemp import AsyncInbox, Inbox
@@ -58,21 +59,18 @@ passed: list[str] = []
 """What background tasks have seen."""
 
 
-def make(url: str, *, limit: int = 100_000, wait: float = 1.5, **more: Any) -> FastAPI:
-    """Return a service on a database: `async def` endpoints, and a plain one."""
-    inbox, plain = AsyncInbox(create_async_engine(asynchronous_url(url))), Inbox(create_engine(url))
+def make(url: str, *, limit: int = 100_000, wait: float = 1.5, inner: bool = False, **pool: Any) -> FastAPI:
+    """Return a service on a database: `async def` endpoints, and a plain one; perhaps with a middleware in between."""
+    inbox, plain = AsyncInbox(create_async_engine(asynchronous_url(url), **pool)), Inbox(create_engine(url, **pool))
     api = FastAPI()
     api.state.inboxes = inbox, plain
-    options: dict[str, Any] = {
-        "client": lambda request: request.headers.get("authorization"),
-        "limit": limit,
-        "wait": wait,
-        **more,
-    }
+    options: dict[str, Any] = {"client": lambda request: request.headers.get("authorization"), "limit": limit, "wait": wait}
     routes = [Route("POST", f"/{name}", f"shop.{name}") for name in ("orders", "stream", "later", "wrong")]
     routes += [Route("PATCH", "/orders/{sku}", "shop.change", required=False)]
     routes += [Route("POST", "/v1/payment_intents", "shop.pay"), Route("POST", "/accounts", "shop.open_account")]
     routes += [webhook(f"/hooks/{each.__name__}", f"shop.{each.__name__}", each(SECRET)) for each in (github, standard, stripe)]
+    if inner:
+        api.add_middleware(BaseHTTPMiddleware, dispatch=lambda request, call_next: call_next(request))
     api.add_middleware(Idempotency, inbox=inbox, routes=routes, **options)
     api.add_middleware(Idempotency, inbox=plain, routes=[Route("POST", "/plain", "shop.plain")], **options)
 
@@ -106,6 +104,12 @@ def make(url: str, *, limit: int = 100_000, wait: float = 1.5, **more: Any) -> F
         if order.fault == "gone":
             pid = await claim.scalar(text("SELECT pg_backend_pid()"))
             query(url, "SELECT pg_terminate_backend(%s, 5000)", pid)
+        if order.fault == "conflict":
+            try:
+                await claim.execute(text("SELECT * FROM nowhere"))
+            except DBAPIError as error:
+                await claim.rollback()
+                raise HTTPException(order.status, "no such order") from error
         if order.fault == "caught":
             with suppress(DBAPIError):
                 await claim.execute(text("SELECT * FROM nowhere"))
@@ -125,9 +129,11 @@ def make(url: str, *, limit: int = 100_000, wait: float = 1.5, **more: Any) -> F
         return {"sku": sku}
 
     @api.post("/stream", responses=RESPONSES)
-    async def stream(order: Order, claim: Claim) -> StreamingResponse:
+    async def stream(order: Order, claim: Claim, request: Request) -> StreamingResponse:
         async def parts() -> AsyncIterator[str]:
             for part in "abc":
+                if await request.is_disconnected():
+                    return
                 await claim.execute(INSERT, {"sku": order.sku, "receipt": part})
                 yield part
                 fail(order)
@@ -160,6 +166,8 @@ def make(url: str, *, limit: int = 100_000, wait: float = 1.5, **more: Any) -> F
     @api.post("/hooks/{provider}")
     async def hook(provider: str, request: Request, claim: Claim) -> dict[str, str]:
         await claim.execute(INSERT, {"sku": provider, "receipt": str(len(await request.body()))})
+        if len(await request.body()) > 1000:
+            raise HTTPException(422)
         return {"from": provider}
 
     return api

@@ -28,7 +28,8 @@ from increase import Increase
 from sqlalchemy import create_engine, make_url, text
 from starlette.testclient import TestClient
 
-from idemp import ConfigurationError
+from idemp import ConfigurationError, Inbox
+from idemp.integrations.asgi import Idempotency, Route
 from tests.integrations import http_shop
 from tests.integrations.http_shop import TABLES, make
 from tests.servers.databases import locked, query
@@ -91,6 +92,7 @@ def shop(kind: str, url: str, request: pytest.FixtureRequest) -> Iterator[Shop]:
 
 every_kind = pytest.mark.parametrize("kind", ["postgresql-asyncpg", "sqlite-aiosqlite"], indirect=True)
 on_postgresql = pytest.mark.parametrize("kind", ["postgresql-psycopg"], indirect=True)
+by_each_driver = pytest.mark.parametrize("kind", ["postgresql-psycopg", "postgresql-asyncpg"], indirect=True)
 on_sqlite = pytest.mark.parametrize("kind", ["sqlite-aiosqlite"], indirect=True)
 
 
@@ -108,7 +110,11 @@ def test_a_key_has_one_effect_and_one_answer(shop: Shop) -> None:
         other = shop.post(path, sku="chair")
         assert (other.status_code, other.headers["content-type"]) == (422, "application/problem+json")
         assert (shop.placed(), shop.outputs()) == (2 * number, 2 * number)
-    assert [shop.post("/orders/7", method="PATCH").status_code, shop.post("/orders/8", method="PATCH").status_code] == [200, 422]
+    assert [shop.post(path, method="PATCH").status_code for path in ("/orders/7%3Fx", "/orders/7?x", "/orders/8")] == [
+        200,
+        422,
+        422,
+    ]
     assert shop.post("/orders/7?x=1", method="PATCH").status_code == 422
     assert [shop.post("/orders/9", None, method="PATCH").status_code for _ in range(2)] == [
         200,
@@ -119,7 +125,7 @@ def test_a_key_has_one_effect_and_one_answer(shop: Shop) -> None:
 
 @on_sqlite
 def test_keys(shop: Shop) -> None:
-    for wrong in ("", " ", "\t", '"a', 'a"', '""', "a" * 256, f'"{"a" * 256}"', "é", '"a";b=1', '"a", "b"', '"\\a"'):
+    for wrong in ("", " ", "\t", "a, b", '"a', 'a"', '""', "a" * 256, f'"{"a" * 256}"', "é", '"a";b=1', '"a", "b"', '"\\a"'):
         answer = shop.post(key=wrong.encode())
         assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json"), wrong
     assert shop.post(key=None).status_code == 400
@@ -144,6 +150,12 @@ def test_what_is_not_final_is_rolled_back(shop: Shop) -> None:
             assert answer.status_code == order.get("status", 500)
             assert "idempotent-replayed" not in shop.post(path, str(number), **order).headers
     assert (shop.claims(), shop.placed(), shop.outputs()) == (0, 0, 0)
+    answer = shop.post(key="c", fault="conflict", status=404)
+    assert (answer.status_code, answer.json(), shop.claims()) == (
+        404,
+        {"detail": "no such order"},
+        0,
+    )  # it has rolled back itself
     for key, order in (("r", {"fault": "raise", "status": 404}), ("s", {"status": 402})):
         assert shop.post(key=key, **order).status_code == shop.post(key=key, **order).status_code == order["status"]
     assert (shop.claims(), shop.placed()) == (2, 2)
@@ -162,11 +174,18 @@ def test_what_cannot_be_committed(shop: Shop) -> None:
     assert shop.post(key="commit").status_code == 201
 
 
-@on_postgresql
+@by_each_driver
 def test_a_database_that_is_away(shop: Shop) -> None:
     """Before the claim, and right before COMMIT: then the same key finds out."""
     gone = shop.post(fault="gone")
     assert (gone.status_code, gone.headers["retry-after"], shop.placed()) == (503, "1", 0)
+    for (pid,) in query(
+        shop.url, "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    ):
+        query(shop.url, "SELECT pg_terminate_backend(%s, 5000)", pid)  # pooled connections, as of a server that was started again
+    shop.engine.dispose()
+    assert {shop.post().status_code for _ in range(3)} <= {201, 503}
+    assert (shop.post().status_code, shop.placed()) == (201, 1)
     away = TestClient(make(make_url(shop.url).set(database="nowhere").render_as_string(False)), raise_server_exceptions=False)
     for path in ("/orders", "/plain"):
         answer = away.post(path, headers={"authorization": "me", "idempotency-key": "a"}, json={"sku": "lamp"})
@@ -255,11 +274,28 @@ def test_background_tasks_run_behind_the_commit(shop: Shop) -> None:
 
 
 @every_kind
-def test_streams(shop: Shop) -> None:
+@pytest.mark.parametrize("shop", [{"inner": False}, {"inner": True}], indirect=True)
+def test_streams(shop: Shop, request: pytest.FixtureRequest) -> None:
+    """Also of a client that goes away: half an answer is not stored."""
     assert [shop.post("/stream").text for _ in range(2)] == ["abc", "abc"]
     assert shop.placed() == 3
-    assert shop.post("/stream", "b", fault="error").status_code == 500
+    if not request.node.callspec.params["shop"]["inner"]:  # which ends it as if it were complete
+        assert shop.post("/stream", "b", fault="error").status_code == 500
     assert (shop.placed(), shop.claims()) == (3, 1)
+    messages = iter([{"type": "http.request", "body": b'{"sku": "lamp"}'}])
+    headers = [(b"authorization", b"me"), (b"idempotency-key", b"gone"), (b"content-type", b"application/json")]
+
+    async def receive() -> dict[str, Any]:
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        raise OSError(message)
+
+    with suppress(OSError, ExceptionGroup):
+        shop.client.portal.call(
+            shop.api, {"type": "http", "method": "POST", "path": "/stream", "headers": headers}, receive, send
+        )
+    assert (shop.post("/stream", "gone").text, shop.placed()) == ("abc", 6)
 
 
 @on_sqlite
@@ -284,11 +320,69 @@ def test_endpoints_that_do_not_fit_are_refused(shop: Shop) -> None:
 @on_sqlite
 @pytest.mark.parametrize(
     ("fault", "told"),
-    [({"limit": 0}, "limit=0"), ({"limit": 16 * 1024 * 1024}, "has to be 1 to"), ({"retention": "no"}, "retention")],
+    [
+        ({"limit": 0}, "limit=0"),
+        ({"wait": 0}, "wait=0"),
+        ({"retention": "no"}, "retention"),
+        ({"client": asyncio.sleep}, "client is async def"),
+        ({"routes": [Route("POST", "/a", "a"), Route("PUT", "/a", "a")]}, "two routes have one name: a, a"),
+        ({"routes": [Route("POST", "a", "a")]}, "matches nothing"),
+        ({"routes": [Route("*", "/a", "a")]}, "has no method"),
+    ],
 )
 def test_a_server_does_not_start(fault: dict[str, Any], told: str, url: str) -> None:
-    with pytest.raises((RuntimeError, ConfigurationError), match=told), TestClient(make(url, **fault)):
+    options: dict[str, Any] = {"inbox": Inbox(create_engine(url)), "routes": [Route("POST", "/a", "a")], "client": str, **fault}
+    with pytest.raises(ConfigurationError, match=told):
+        Idempotency(make(url), **options)
+
+
+def test_a_server_without_tables_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
+    with (
+        pytest.raises(ConfigurationError, match="idemp db upgrade"),
+        TestClient(make(f"sqlite+aiosqlite:///{tmp_path}/empty.db")),
+    ):
         pass
+
+
+@on_sqlite
+def test_the_path_is_the_one_that_routers_see(shop: Shop) -> None:
+    """Below a mount, and behind a proxy that leaves its prefix in the path."""
+    for number, (root, path) in enumerate((("/api", "/orders"), ("/", "/orders"), ("/o", "/orders"), ("/api", "/api/orders"))):
+        client = TestClient(shop.api, root_path=root, headers={**ME, "idempotency-key": str(number)})
+        assert [client.post(path, json={"sku": "lamp"}).headers.get("idempotent-replayed") for _ in "ab"] == [None, "true"], path
+
+
+@on_sqlite
+def test_another_key_waits_for_the_only_writer(shop: Shop) -> None:
+    """So it is the database that is busy, not a request with this key."""
+    with shop.engine.connect() as connection:
+        connection.execute(text("BEGIN IMMEDIATE"))
+        connection.execute(text("DELETE FROM placed"))
+        for path in ("/orders", "/plain"):
+            assert shop.post(path).status_code == 503
+
+
+@by_each_driver
+def test_many_first_requests_on_a_small_pool(url: str) -> None:
+    """Without a start, as in a mounted app: the first one opens, and the others wait without a connection."""
+    query(url, TABLES[0])
+    shop = Shop(url, pool_size=2, max_overflow=0, pool_timeout=5)
+    headers = [{"authorization": str(number), "idempotency-key": "a"} for number in range(8)]
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(shop.api)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            made = [client.post(path, json={"sku": "lamp"}, headers=each) for each in headers for path in ("/orders", "/plain")]
+            codes = [answer.status_code for answer in await asyncio.gather(*made)]
+        await shop.api.state.inboxes[0].engine.dispose()
+        return codes
+
+    assert asyncio.run(run()) == [201] * 16
+    for inbox in shop.api.state.inboxes:
+        inbox.relay().stop()
+    shop.api.state.inboxes[1].engine.dispose()
+    shop.engine.dispose()
 
 
 # Real servers

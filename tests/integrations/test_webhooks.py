@@ -91,6 +91,8 @@ def test_a_request_is_handled_once_and_a_forged_one_not_at_all(shop: Shop, provi
     worded = b'{"id":"evt_1","again":true}'  # a redelivery, worded and signed anew
     assert post(sign(worded, now + 9, "evt_1"), worded) == (200, True)
     assert (shop.claims(), shop.placed()) == (1, 1)
+    null = b'{"id": "evt_3", "more": "%s"}' % (b"x" * 1000)  # the endpoint refuses it, until it is mended
+    assert [post(sign(null, now, "evt_3"), null) for _ in range(2)] == [(422, False), (422, False)]
     long = sign(b'{"id": "%s"}' % (b"x" * 300), now, "x" * 300)
     assert post(long, b'{"id": "%s"}' % (b"x" * 300))[0] == 400
 
