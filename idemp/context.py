@@ -178,7 +178,7 @@ class BaseContext:
             body: At most 16 MiB.
             properties: Properties of AMQP, and `headers` with text, numbers, booleans, None, lists and mappings of them.
                 It is always sent as persistent.
-            to: Routing key; with the default exchange the name of a queue.
+            to: Routing key, which may be empty; with the default exchange the name of a queue.
             exchange: Name of the exchange.
             mandatory: Whether a message that no queue takes is kept in quarantine; else the broker drops it.
             delay: Time after COMMIT before it is sent.
@@ -207,7 +207,8 @@ class BaseContext:
         if self._closed:
             raise HandlerError(OVER)
         wait = None if delay is None else seconds(delay, "delay")
-        check_text(to, "to", UnusableOutput)
+        if to or not exchange:  # a fanout needs no key
+            check_text(to, "to", UnusableOutput)
         self._emitted.append(Output("", FORWARD, exchange, to, kept, bytes(body), wait, mandatory, wait is None))
 
     @property

@@ -11,7 +11,7 @@ from idemp.context import BaseContext
 from idemp.events import RUNNING
 from idemp.ports import Outlet
 
-__all__ = ["capturing", "current"]
+__all__ = ["captured_into", "capturing", "current"]
 
 _SAID: Final[ContextVar[tuple[BaseContext | None, Outlet | None] | None]] = ContextVar("idemp_captured_into", default=None)
 
@@ -19,7 +19,7 @@ _SAID: Final[ContextVar[tuple[BaseContext | None, Outlet | None] | None]] = Cont
 def current(broker: Outlet | None = None) -> BaseContext | None:
     """Return the context of the block or handler that runs in this thread or task; None lets messages pass.
 
-    A handler of lists has none, because it does not say for which message it sends.
+    A handler of lists has none, because it does not say for which message it sends. What is sent behind a handling is no part of it.
 
     Args:
         broker: Takes the messages that are to be captured: a context whose outputs go to another broker does not count.
@@ -28,13 +28,22 @@ def current(broker: Outlet | None = None) -> BaseContext | None:
         >>> current() is None
         True
     """
+    context = captured_into(broker)
+    return None if context is None or context.closed else context
+
+
+def captured_into(broker: Outlet | None = None) -> BaseContext | None:
+    """Return the context as `current` does, also one whose handling is over: it refuses what a part of it sends too late.
+
+    Example:
+        >>> captured_into() is None
+        True
+    """
     if (said := _SAID.get()) is not None:
         context, outlet = said
-        context = context if None in (broker, outlet) or outlet is broker else None
-    else:
-        running = RUNNING.get()
-        context = running[0].context if len(running) == 1 else None
-    return None if context is None or context.closed else context  # what is sent behind a handling is not a part of it
+        return context if None in (broker, outlet) or outlet is broker else None
+    running = RUNNING.get()
+    return running[0].context if len(running) == 1 else None
 
 
 @contextmanager

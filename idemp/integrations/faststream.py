@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from idemp.context import FOREIGN, AsyncContext
 from idemp.errors import ConfigurationError, Unreadable, UnusableOutput, needs
 from idemp.events import log
 from idemp.inbox import AsyncInbox
-from idemp.integrations._capture import capturing, current
+from idemp.integrations._capture import captured_into, capturing
 from idemp.integrations._settling import Fate, fate
 from idemp.policy import Duration, Idempotent
 
@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Key = Callable[[StreamMessage[Any]], Any]
 
 Session = Annotated[AsyncSession, Context("idemp_session")]
-"""Type of an argument of a subscriber that is the session of its claim. It refuses to commit, roll back or close."""
+"""Type of an argument of a subscriber that is the session of its claim: a commit or a rollback by it makes the message fail."""
 
 
 class IdempotentSubscribers:
@@ -55,7 +55,7 @@ class IdempotentSubscribers:
 
     def __init__(self, broker: Any, inbox: AsyncInbox, consumer: str) -> None:
         self.broker, self.inbox, self.consumer = broker, inbox, consumer
-        self._rules, self._prepared, self.relaying = dict[Any, tuple[str, Key | None, Idempotent]](), False, False
+        self._rules, self._prepared, self.relaying = dict[Any, tuple[str, Key | None, Idempotent]](), 0, False
         self.outlet = inbox.broker = RabbitOutlet(broker._connection_kwargs["url"])  # noqa: SLF001
         self._start, self._stop, broker.start, broker.stop = broker.start, broker.stop, self._start_all, self._stop_all
         broker.add_middleware(type("Installed", (_Middleware,), {"owner": self}))
@@ -73,8 +73,10 @@ class IdempotentSubscribers:
         """
 
         def mark(function: F) -> F:
-            if name in [taken for taken, *_ in self._rules.values()] or not inspect.iscoroutinefunction(function):
-                raise ConfigurationError(f"{name} has to be an async def, and the only one of this name")
+            if not inspect.iscoroutinefunction(function):
+                raise ConfigurationError(f"{name} belongs on an async def, below @broker.subscriber and @broker.publisher")
+            if function in self._rules or name in [taken for taken, *_ in self._rules.values()]:
+                raise ConfigurationError(f"{name}: each function has one name of its own, by which its messages are claimed")
             self._rules[function] = name, key, Idempotent(key="id", retention=retention)
             return function
 
@@ -96,17 +98,17 @@ class IdempotentSubscribers:
         return self._rules.get(inspect.unwrap(function, stop=self._rules.__contains__))
 
     async def prepare(self) -> None:
-        """Check the subscribers and register their names: at the start, or with the first message of a test broker.
+        """Check the subscribers and register their names: at the start, or with the first message of one that was added later.
 
         Raises:
             ConfigurationError: A setting may lose messages, or the tables are missing.
         """
-        if not self._prepared:
+        if self._prepared != (count := len(self.broker.subscribers)):
             if found := [*self._faults()]:
                 raise ConfigurationError("; ".join(found))
             for name, _, policy in self._rules.values():
                 await self.inbox.prepare(consumer=self.consumer, type=name, policy=policy)
-            self._prepared = True
+            self._prepared = count
 
     def _faults(self) -> Iterator[str]:
         """Yield what may lose messages or keep them waiting, with what to change."""
@@ -126,12 +128,16 @@ class IdempotentSubscribers:
     @asynccontextmanager
     async def transaction(self, message: Any, name: str, key: Key | None, policy: Idempotent) -> AsyncIterator[AsyncContext]:
         """Claim a message, capture what is published, and commit."""
-        id = key(message) if key else message.raw_message.message_id  # FastStream's own would be random for a missing one
-        if id in (None, ""):
-            raise Unreadable(f"{name}: a message without message_id was not claimed: publish it with one, or set key=")
+        try:
+            id = key(message) if key else message.raw_message.message_id  # FastStream's own would be random for a missing one
+        except Exception as error:
+            raise Unreadable(f"{name}: key= failed, so the message was not claimed: {error!r}") from error
+        if not isinstance(id, str | int) or id == "":
+            raise Unreadable(f"{name}: the message was not claimed, because its id is {id!r}: publish it with one, or set key=")
         claimed = {"id": id, "body": sha256(message.body).hexdigest()}
         place: Any = {"consumer": self.consumer, "type": name, "policy": policy, "grace": 0.0}
-        async with AsyncSession(self.inbox.engine) as made, made.begin(), self.inbox.claim(made, claimed, **place) as unit:
+        session = AsyncSession(self.inbox.engine, close_resets_only=False)  # what is closed stays so
+        async with session as made, made.begin(), self.inbox.claim(made, claimed, **place) as unit:
             with capturing(unit, self.outlet):
                 yield unit
 
@@ -164,6 +170,7 @@ class _Middleware(BaseMiddleware):
 
     owner: IdempotentSubscribers
     unit: AsyncContext | None = None
+    error: BaseException | None = None  # of the subscriber
 
     async def consume_scope(self, call_next: Any, message: Any) -> Any:
         """Claim the message, then run the subscriber; a duplicate does not run it.
@@ -172,28 +179,36 @@ class _Middleware(BaseMiddleware):
         """
         if not (rule := self.owner.rule(getattr(getattr(_innermost(call_next), "__self__", None), "_original_call", install))):
             return await call_next(message)
-        await self.owner.prepare()
-        self.message, until = message, time.monotonic() + HOLDING
+        self.message, self.error, until = message, None, time.monotonic() + HOLDING
         while self.unit is None:
             self.block = self.owner.transaction(message, *rule)
             try:
+                await self.owner.prepare()
                 self.unit = await self.block.__aenter__()
             except Exception as error:  # noqa: BLE001
                 await self._fail(error, until)
-        with self.context.scope("idemp_session", self.unit.session):
-            return None if self.unit.duplicate else await call_next(message)
+        try:
+            with self.context.scope("idemp_session", self.unit.session):
+                return None if self.unit.duplicate else await call_next(message)
+        except AckMessage:
+            raise
+        except BaseException as error:  # other middleware may call again, or count it as handled: then nothing of it stays
+            self.unit, self.error = None, error
+            with suppress(type(error)):
+                await self.block.__aexit__(type(error), error, error.__traceback__)
+            raise
 
     async def publish_scope(self, call_next: Any, command: Any) -> Any:
         """Store what a subscriber publishes, returns or replies; a duplicate has stored it. Requests pass."""
-        unit: Any = current(self.owner.outlet) if self.msg is None else self.unit
+        unit: Any = captured_into(self.owner.outlet) if self.msg is None else self.unit
         if unit is None or _innermost(call_next).__name__ == "request":
             return await call_next(command)
-        return None if unit.duplicate else await self.owner.record(unit, command)
+        return None if unit.duplicate else await _ending(call_next, partial(self.owner.record, unit))(command)
 
     async def after_processed(self, exc_type: Any = None, exc_val: Any = None, exc_tb: Any = None) -> None:
         """Commit, so that FastStream acknowledges behind it; or roll back."""
         if self.unit is None:
-            return
+            return await self._fail(exc_val) if isinstance(exc_val, Exception) and exc_val is self.error else None
         error = None if isinstance(exc_val, AckMessage) else exc_val
         try:
             await self.block.__aexit__(error and exc_type, error, error and exc_tb)
@@ -205,7 +220,10 @@ class _Middleware(BaseMiddleware):
 
     async def _fail(self, error: Exception, until: float = 0.0) -> None:
         """Wait, if the message is to be claimed again; else settle it, unless its ack policy does, and raise the error."""
-        outage = fate(error) is Fate.HOLD or isinstance(error, OUTAGE if self.unit else (*OUTAGE, OSError))
+        if error is self.error:  # of the subscriber, whose connection may be gone
+            outage = bool(getattr(error, "connection_invalidated", False))
+        else:
+            outage = fate(error) is Fate.HOLD or isinstance(error, OUTAGE if self.unit else (*OUTAGE, OSError))
         if outage and self.owner.relaying and time.monotonic() < until:
             log("wrapped.paused", id=self.message.message_id, error=error)
             return await asyncio.sleep(PAUSE)
@@ -220,6 +238,11 @@ class _Middleware(BaseMiddleware):
 
 def _innermost(call: Any) -> Any:
     return _innermost(call.args[0]) if isinstance(call, partial) else call
+
+
+def _ending(call: Any, end: Any) -> Any:
+    """Return the calls of the middleware that comes behind, which ends in this function instead of the client's."""
+    return partial(call.func, _ending(call.args[0], end)) if isinstance(call, partial) else end
 
 
 def install(broker: RabbitBroker, inbox: AsyncInbox, *, consumer: str) -> IdempotentSubscribers:

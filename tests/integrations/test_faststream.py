@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,26 @@ import aio_pika
 import pika
 import psycopg
 import pytest
-from faststream import AckPolicy
+from faststream import AckPolicy, BaseMiddleware
 from faststream.exceptions import AckMessage
-from faststream.rabbit import Channel, QueueType, RabbitBroker, RabbitMessage, RabbitQueue, TestRabbitBroker
+from faststream.rabbit import (
+    Channel,
+    ExchangeType,
+    QueueType,
+    RabbitBroker,
+    RabbitExchange,
+    RabbitMessage,
+    RabbitQueue,
+    RabbitRouter,
+    TestRabbitBroker,
+)
 from faststream.redis import RedisBroker
 from pydantic import BaseModel
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from idemp import AsyncInbox, ConfigurationError
-from idemp.errors import BlockEnded, Conflict, UnusableOutput
+from idemp.errors import BlockEnded, Conflict, HandlerError, Unreadable, UnusableOutput
 from idemp.integrations.faststream import Session, install
 from idemp.sql.engine import Database
 from tests.integrations.faststream_subscribers import TABLES
@@ -129,6 +139,139 @@ def test_a_subscriber_that_fails_publishes_nothing(shop: Shop) -> None:
     assert shop.run(steps) == ["pay 8"]
     assert [order for order, _ in shop.arrived] == [8]
     assert shop.query("SELECT count(*) FROM idemp_inbox") == [(1,)]
+
+
+def test_other_middleware_that_calls_again_has_one_effect(shop: Shop) -> None:
+    """Each call is a transaction; and an error that it counts as handled leaves nothing behind."""
+    runs: list[int] = []
+
+    class Retry(BaseMiddleware):
+        async def consume_scope(self, call_next: Any, msg: Any) -> Any:
+            with suppress(LookupError):
+                for _ in "ab":
+                    with suppress(ConnectionError):
+                        return await call_next(msg)
+            return None
+
+    broker = RabbitBroker("amqp://localhost/shop", middlewares=[Retry])
+    idempotent = install(broker, AsyncInbox(shop.engine), consumer="again")
+
+    @broker.subscriber(RabbitQueue("again"), **NACK)
+    @idempotent("shop.Again")
+    async def again(what: str, session: Session) -> None:
+        await shop.change(session, what)
+        await broker.publish(what, "heard")
+        runs.append(1)
+        if what == "handled":
+            raise LookupError
+        if len(runs) == 1:
+            raise ConnectionError
+
+    @broker.subscriber("heard")
+    async def hear(what: str, message: RabbitMessage) -> None:
+        shop.arrived.append((what, message.message_id))
+
+    shop.broker = broker
+
+    async def steps(broker: RabbitBroker) -> None:
+        await broker.publish("again", "again", message_id="1")
+        await broker.publish("handled", "again", message_id="2")
+
+    assert shop.run(steps) == ["again"]
+    assert (len(runs), [what for what, _ in shop.arrived]) == (3, ["again"])
+    assert shop.query("SELECT count(*) FROM idemp_inbox") == [(1,)]
+
+
+def test_what_is_published_too_late_is_refused(shop: Shop) -> None:
+    """By a part of a subscriber that outlives it: it would be sent without a commit, or after one under a new id each time."""
+    late: list[asyncio.Task[None]] = []
+
+    @shop.broker.subscriber(RabbitQueue("late"), **NACK)
+    @shop.idempotent("shop.Late")
+    async def begin(what: str) -> None:
+        async def publish() -> None:
+            await over.wait()
+            await shop.broker.publish({"order": 9}, "notes")
+
+        over = asyncio.Event()
+        late.append(asyncio.create_task(publish()))
+        asyncio.get_running_loop().call_later(0.01, over.set)
+        raise ValueError(what)
+
+    async def steps(broker: RabbitBroker) -> None:
+        with pytest.raises(ValueError, match="late"):
+            await broker.publish("late", "late", message_id="1")
+        with pytest.raises(HandlerError):
+            await late[0]
+
+    assert shop.run(steps) == []
+    assert shop.arrived == []
+
+
+def test_middleware_of_a_router_sees_what_is_published(shop: Shop) -> None:
+    """And an exchange that needs no routing key takes it."""
+
+    class Stamp(BaseMiddleware):
+        async def publish_scope(self, call_next: Any, cmd: Any) -> Any:
+            cmd.headers["tenant"] = "7"
+            return await call_next(cmd)
+
+    router, fan, heard = RabbitRouter(middlewares=[Stamp]), RabbitExchange("fan", type=ExchangeType.FANOUT), list[Any]()
+
+    @router.subscriber(RabbitQueue("routed"), **NACK)
+    @router.publisher("stamped")
+    @shop.idempotent("shop.Routed")
+    async def route(what: str) -> str:
+        await shop.broker.publish(what, exchange=fan)
+        return what
+
+    @shop.broker.subscriber("stamped")
+    async def hear(what: str, message: RabbitMessage) -> None:
+        heard.append((what, message.headers.get("tenant")))
+
+    @shop.broker.subscriber(RabbitQueue("fanned"), fan)
+    async def fanned(what: str) -> None:
+        heard.append((what, "fan"))
+
+    shop.broker.include_router(router)
+
+    async def steps(broker: RabbitBroker) -> None:
+        await broker.publish("x", "routed", message_id="1")
+
+    shop.run(steps)
+    assert sorted(heard) == [("x", "7"), ("x", "fan")]
+
+
+@pytest.mark.parametrize(
+    "key", [lambda message: message.headers["none"], lambda message: message.body, lambda _: None, lambda _: 1.5]
+)
+def test_a_key_that_is_none_is_the_fault_of_the_message(shop: Shop, key: Any) -> None:
+    @shop.broker.subscriber(RabbitQueue("keyed"), **NACK)
+    @shop.idempotent("shop.Keyed", key=key)
+    async def keyed(_: str) -> None:
+        raise AssertionError
+
+    async def steps(broker: RabbitBroker) -> None:
+        with pytest.raises(Unreadable, match=r"shop\.Keyed: .*not claimed"):
+            await broker.publish("x", "keyed", message_id="1")
+
+    shop.run(steps)
+
+
+def test_a_subscriber_that_is_added_later_is_checked(shop: Shop) -> None:
+    async def steps(broker: RabbitBroker) -> None:
+        await broker.publish(Pay(order_id=7), "orders", message_id="seven")
+
+        @broker.subscriber(RabbitQueue("dynamic"), channel=CHANNEL)
+        @shop.idempotent("shop.Dynamic")
+        async def dynamic(_: str) -> None:
+            raise AssertionError
+
+        await broker.start()
+        with pytest.raises(ConfigurationError, match=r"shop\.Dynamic may lose messages"):
+            await broker.publish("x", "dynamic", message_id="1")
+
+    shop.run(steps)
 
 
 def test_the_transaction_belongs_to_the_claim(shop: Shop) -> None:
@@ -307,8 +450,10 @@ def test_what_cannot_be_installed_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="this inbox has a broker"):
         install(RabbitBroker(), inbox, consumer="shop")
     idempotent("shop.Pay")(asyncio.sleep)
-    with pytest.raises(ConfigurationError, match="the only one of this name"):
+    with pytest.raises(ConfigurationError, match="one name of its own"):
         idempotent("shop.Pay")(asyncio.wait_for)
+    with pytest.raises(ConfigurationError, match="one name of its own"):
+        idempotent("shop.Refund")(asyncio.sleep)
     with pytest.raises(ConfigurationError, match="an async def"):
         idempotent("shop.Print")(print)
 

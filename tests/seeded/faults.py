@@ -489,8 +489,8 @@ FAULTS = [
     Fault("integrations/asgi.py", "                await do(commit)", "                pass", f"{HTTP}a_key_has::sqlite"),
     Fault(
         "integrations/asgi.py",
-        "                return await self._fail(error)\n            if",
-        "                pass\n            if",
+        "                    return await self._fail(error)\n                #",
+        "                    pass\n                #",
         f"{HTTP}what_cannot_be",
     ),
     Fault(
@@ -515,7 +515,7 @@ FAULTS = [
     # FastStream
     Fault(
         "integrations/faststream.py",
-        "current(self.owner.outlet) if self.msg is None",
+        "captured_into(self.owner.outlet) if self.msg is None",
         "None if self.msg is None",
         f"{FASTSTREAM}a_subscriber_that_fails",
     ),
@@ -528,8 +528,8 @@ FAULTS = [
     ),
     Fault(
         "integrations/faststream.py",
-        "        self.message, until =",
-        "        await message.ack()\n        self.message, until =",
+        "        self.message, self.error, until =",
+        "        await message.ack()\n        self.message, self.error, until =",
         f"{FASTSTREAM}processes_that_are_killed::postgresql",
     ),
     Fault(
