@@ -192,7 +192,9 @@ def test_an_async_caller_sends_after_its_own_commit_or_by_a_thread(world: World)
             async with inbox.claim(session, {"id": 8}, **{**options, "grace": 0}) as unit:
                 unit.send({"paid": True}, to=SINK, type="billing.Paid")
             await session.commit()
-        relay = inbox.relay(world.broker)
+        own = create_engine(world.url) if engine.driver == "asyncpg" else None  # else it is made from the URL
+        relay = inbox.relay(world.broker, engine=own)
+        assert relay is inbox.relay()
         await asyncio.to_thread(relay.wake)
         await asyncio.to_thread(relay.stop)
         await engine.dispose()
