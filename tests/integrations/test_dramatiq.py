@@ -258,7 +258,7 @@ def test_each_message_ends_once(make_shop: Callable[..., Shop], url: str, role: 
     assert shop.changed() == Counter([*(f"paid {number}" for number in paid), "deferred one"])
     wait_for(lambda: len(shop.arrived()) == len(paid))
     assert set(shop.arrived().values()) == {1}
-    assert shop.client.get_queue_message_counts("default")[2] == 3  # the conflict, the COMMIT and the time limit
+    assert shop.client.get_queue_message_counts("default")[2] == 4  # two conflicts, the COMMIT and the time limit
 
 
 @pytest.mark.slow
