@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial, wraps
 from hashlib import sha256
-from inspect import iscoroutinefunction, signature
+from inspect import iscoroutinefunction, signature, unwrap
 from typing import Any, Final
 
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -38,7 +39,7 @@ RUNNING: Final[ContextVar[Any]] = ContextVar("idemp_dramatiq_message", default=N
 FOLLOWERS: Final = (middleware.Callbacks, middleware.Pipelines)  # send what follows on success
 OPEN: Final = (DispatchIncomplete, InterfaceError, OperationalError)
 """Errors after the body that leave open what was committed, or whether what it has sent goes out: another run finds out."""
-OWN: Final = (errors.QueueNotFound, struct.error, TypeError, ValueError)  # errors of one output
+OWN: Final = (errors.QueueNotFound, middleware.MiddlewareError, struct.error, TypeError, ValueError)  # errors of one output
 
 
 def session() -> Session:
@@ -59,6 +60,18 @@ def session() -> Session:
     return unit.session
 
 
+def _marked(actor: Any) -> Any:
+    """Return the idempotent function of an actor, below other decorators; if it has none, its innermost function."""
+    fn = getattr(actor.fn, "perform", actor.fn)  # the method of a class
+    # Other decorators copy the attributes. What an event loop calls runs in another thread, and does not find its message.
+    return unwrap(getattr(fn, "__func__", fn), stop=lambda it: iscoroutinefunction(it) or getattr(it, "idemp", None) is it)
+
+
+def _is_outage(error: Exception) -> bool:
+    """Return whether an error is one of the connection, so that the same message may be sent later."""
+    return isinstance(error, errors.BrokerConnectionError | OSError) or type(error).__module__.startswith(("pika.", "redis."))
+
+
 class _Refused(ConfigurationError, middleware.MiddlewareError):
     """An error that ends a worker at its start, where dramatiq only logs others."""
 
@@ -67,21 +80,16 @@ class _Call:
     """One delivery of a message: how far it has come in this process.
 
     Attributes:
-        claimed: The key, and a digest of all arguments by name, as the function gets them.
+        claimed: The key, and a digest of the arguments that were sent, by name: a deploy may add one that has a default.
         handled: Whether what follows on success is stored under the claim, because this very message was the first one.
     """
 
-    def __init__(
-        self, id: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], key: str | None
-    ) -> None:
-        bound = signature(function).bind(*args, **kwargs)
-        bound.apply_defaults()
-        found = bound.arguments.get(key or "", id)
-        digest = sha256(json.dumps(bound.arguments, sort_keys=True).encode("utf-8", "surrogatepass"))
-        self.claimed = {"id": found, "arguments": digest.hexdigest()}
-        self.id, self.handled = id, False
+    def __init__(self, message: Any, actor: Any, id: Any) -> None:
+        called = signature(getattr(actor.fn, "perform", actor.fn)).bind_partial(*message.args, **message.kwargs)
+        digest = sha256(json.dumps(called.arguments, sort_keys=True).encode("utf-8", "surrogatepass"))
+        self.claimed = {"id": id, "arguments": digest.hexdigest()}
+        self.id, self.handled, self._returned = message.message_id, False, False
         self._error: Exception | None = None
-        self._returned = False
 
     @contextmanager
     def body(self, context: Context, broker: IdempotentActors) -> Iterator[None]:
@@ -125,6 +133,7 @@ class IdempotentActors(middleware.Middleware):
 
     def __init__(self, broker: Broker, inbox: Inbox) -> None:
         self._broker, self._inbox, self._enqueue = broker, inbox, broker.enqueue
+        self._runs = dict[str, Any]()
 
     def __call__(self, name: str, *, key: str | None = None, retention: Duration = "7d") -> Callable[[Any], Any]:
         """Mark a function as idempotent, below `@dramatiq.actor`.
@@ -135,29 +144,32 @@ class IdempotentActors(middleware.Middleware):
             retention: How long duplicates are recognized.
 
         Raises:
-            ConfigurationError: The function is `async def`, or has no such argument, or the retention is no duration.
+            ConfigurationError: The function is an actor or `async def`, or has no such argument; or the name is
+                taken; or the retention is no duration.
         """
-        policy = Idempotent(key="id", retention=retention)
-        options: dict[str, Any] = {"message": AnyMessage, "consumer": "dramatiq", "policy": policy, "publisher": self}
-        handle = self._inbox.wrap(lambda _, ctx: RUNNING.get().idemp_work(ctx), type=name, **options)
+        options: dict[str, Any] = {"policy": Idempotent(key="id", retention=retention), "consumer": "dramatiq", "publisher": self}
+        handle = self._inbox.wrap(lambda _, ctx: RUNNING.get().idemp_work(ctx), message=AnyMessage, type=name, **options)
 
         def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-            if iscoroutinefunction(function) or (key is not None and key not in signature(function).parameters):
-                raise ConfigurationError(
-                    f"{function.__name__} has to be a plain function" + (f" with an argument {key!r}, its key" if key else "")
-                )
+            self._check(name, function, key)
 
             @wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
                 message = RUNNING.get()
-                if message is None or current(self) or self._broker.get_actor(message.actor_name).fn is not run:
+                actor = message and self._broker.get_actor(message.actor_name)
+                if actor is None or current(self) or _marked(actor) is not run:
                     return function(*args, **kwargs)  # called as a function
-                call = message.idemp = _Call(message.message_id, function, args, kwargs, key)
+                bound = signature(function).bind(*args, **kwargs)
+                bound.apply_defaults()
+                call = message.idemp = _Call(message, actor, bound.arguments.get(key or "", message.message_id))
+
+                def fresh(value: Any) -> Any:  # what the body changes is not sent with a retry, nor given to the next run
+                    return deepcopy(value) if any(value is it for it in (*message.args, *message.kwargs.values())) else value
 
                 def work(ctx: Context) -> None:
                     with call.body(ctx, self):
                         with self._limited(message):
-                            value = function(*args, **kwargs)
+                            value = function(*map(fresh, args), **{each: fresh(value) for each, value in kwargs.items()})
                         for each in self._middleware(*FOLLOWERS):  # dramatiq would send later, and lose it with its process
                             each.__class__.after_process_message(each, self._broker, message, result=value)
                         ctx.result = json.dumps([call.id, value]).encode()
@@ -166,9 +178,21 @@ class IdempotentActors(middleware.Middleware):
                 self._unlimit(message)
                 return self._settle(message, call, handle)
 
+            self._runs[name] = run.idemp = run  # type: ignore[attr-defined]
             return run
 
         return mark
+
+    def _check(self, name: str, function: Any, key: str | None) -> None:
+        """Refuse a function that cannot be marked."""
+        if hasattr(function, "actor_name"):
+            raise ConfigurationError(f"{function.actor_name} is an actor already: put this decorator below @dramatiq.actor")
+        if iscoroutinefunction(function):
+            raise ConfigurationError(f"{function.__name__} is async def: an idempotent actor has to be a plain function")
+        if key is not None and key not in signature(function).parameters:
+            raise ConfigurationError(f"{function.__name__} has no argument {key!r}, which is its key")
+        if taken := self._runs.get(name):
+            raise ConfigurationError(f"{taken.__qualname__} has the name {name!r}: give {function.__qualname__} another one")
 
     def _settle(self, message: Any, call: _Call, handle: Callable[..., Any]) -> Any:
         """Handle a delivery; keep it while it is not to blame, so that no retry is used up."""
@@ -179,6 +203,7 @@ class IdempotentActors(middleware.Middleware):
             except Exception as error:
                 if call.is_dead(error):
                     message.options["max_retries"] = 0
+                    message.fail()  # also if the actor has `retry_when`
                 if not call.waits(error):
                     raise
                 pause, again = self._wait(message, pause, error), True
@@ -211,20 +236,24 @@ class IdempotentActors(middleware.Middleware):
             follower.__class__.after_process_message(follower, broker, message, **end)
 
     def enqueue(self, message: Any, *, delay: int | None = None) -> Any:
-        """Store a message that an idempotent actor sends; send any other one, also the retry of the running message."""
-        unit, running, pause = current(self), RUNNING.get(), FIRST_PAUSE
-        if unit and not (running and running.message_id == message.message_id):
+        """Store a message that an idempotent actor sends; send any other one, and a retry: its actor has ended by then."""
+        running, pause = RUNNING.get(), FIRST_PAUSE
+        if unit := current(self):
             if delay is not None:
                 message = message.copy(queue_name=dq_name(message.queue_name), options={"eta": current_millis() + delay})
             unit.forward(message.encode(), {"priority": message.options.get("broker_priority")}, to=message.queue_name)
             return message
-        while True:
+        if message is not running or not hasattr(message, "idemp"):
+            return self._send(message, delay)
+        while not message.failed:
             try:
                 return self._send(message, delay)
-            except Exception as error:
-                if message is not running or not hasattr(message, "idemp"):
+            except Exception as error:  # dramatiq would acknowledge the message, and lose it
+                if not _is_outage(error):
+                    message.fail()
                     raise
-                pause = self._wait(message, pause, error)  # it is a retry, which dramatiq would acknowledge and lose
+                pause = self._wait(message, pause, error)
+        return message
 
     def _send(self, message: Any, delay: int | None) -> Any:
         """Send a message at once. Any error costs the connection of this thread: a late confirm would be another message's."""
@@ -289,6 +318,8 @@ class IdempotentActors(middleware.Middleware):
             yield "another encoder than JSON may run code from the queue: call dramatiq.set_encoder(dramatiq.JSONEncoder())"
         if not getattr(self._broker, "confirm_delivery", True):
             yield "without publisher confirms, a lost message counts as sent: pass confirm_delivery=True to RabbitmqBroker"
+        if idle := sorted(name for name, run in self._runs.items() if run not in map(_marked, self._broker.actors.values())):
+            yield f"no actor runs {', '.join(idle)}: mark it right below @dramatiq.actor; decorators between need functools.wraps"
         if is_gevent_active():  # type: ignore[no-untyped-call]
             yield "gevent is not supported: run `dramatiq`, not `dramatiq-gevent`"
 

@@ -9,16 +9,19 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import dramatiq
 import pytest
-from dramatiq import Message, Worker
+from dramatiq import Message, Middleware, Worker
 from dramatiq.brokers.rabbitmq import RabbitmqBroker
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.brokers.stub import StubBroker
 from dramatiq.errors import ConnectionClosed
+from dramatiq.middleware import AsyncIO, CurrentMessage, MiddlewareError, Retries
 from dramatiq.results import ResultFailure, Results
 from dramatiq.results.backends import RedisBackend, StubBackend
 from dramatiq.results.errors import ResultMissing
@@ -223,9 +226,9 @@ def test_each_message_ends_once(make_shop: Callable[..., Shop], url: str, role: 
     shop.backend.client.flushdb()
     shop.send("pay", 7, id=first.message_id)
     assert shop.result(first) == [7, 100]
-    # The key is an argument: by position, by name and by default it is the same. Another amount is a conflict.
-    assert [shop.result(shop.send("pay", *arguments)) for arguments in ((7, 100), (7, 100, 0))] == [[7, 100]] * 2
-    assert "Conflict" in str(shop.result(shop.send("pay", 7, 200)))
+    # The key is an argument. Another amount is a conflict, and so is an argument that the first message did not have.
+    assert shop.result(shop.send("pay", 7)) == [7, 100]
+    assert all("Conflict" in str(shop.result(shop.send("pay", 7, cents))) for cents in (200, 100))
     # Another one holds the claim: the second waits, and has the result of the first.
     with shop.locked(1) as until:
         both = [shop.send("pay", 8, 100, 1, time_limit=60_000)]
@@ -255,7 +258,7 @@ def test_each_message_ends_once(make_shop: Callable[..., Shop], url: str, role: 
     assert shop.changed() == Counter([*(f"paid {number}" for number in paid), "deferred one"])
     wait_for(lambda: len(shop.arrived()) == len(paid))
     assert set(shop.arrived().values()) == {1}
-    assert shop.client.get_queue_message_counts("default")[2] == 3  # the conflict, the COMMIT and the time limit
+    assert shop.client.get_queue_message_counts("default")[2] == 4  # two conflicts, the COMMIT and the time limit
 
 
 @pytest.mark.slow
@@ -290,14 +293,15 @@ def test_a_worker_that_could_lose_messages_does_not_start(broker: str, url: str,
 
 
 class Failing(StubBroker):
-    """A broker that is away for a while, for retries."""
+    """A broker that sends no retry for a while."""
 
     failures = 0
+    failure: Exception = ConnectionClosed("away")
 
     def enqueue(self, message: Any, *, delay: int | None = None) -> Any:
         if "retries" in message.options and delay is not None and self.failures:
             self.failures -= 1
-            raise ConnectionClosed("away")
+            raise self.failure
         return super().enqueue(message, delay=delay)
 
 
@@ -309,7 +313,7 @@ class Desk:
         self.broker, self.backend = Failing(), StubBackend()
         self.broker.add_middleware(Results(backend=self.backend, store_results=True))
         self.inbox = Inbox(self.engine)
-        idempotent = install(self.broker, self.inbox)
+        self.idempotent = idempotent = install(self.broker, self.inbox)
         with self.engine.begin() as connection:
             connection.execute(text(TABLES[0]))
 
@@ -360,7 +364,7 @@ def desk(url: str) -> Iterator[Desk]:
 def test_actors_in_the_process_of_a_test(desk: Desk, url: str) -> None:
     """Results, pipelines, callbacks, duplicates, conflicts and functions."""
     with desk.working():
-        first, second = desk.pay.message(7), desk.pay.message(order_id=7, cents=100)
+        first, second = desk.pay.message(7), desk.pay.message(order_id=7)
         for message in (first, first, second):
             desk.broker.enqueue(message)
         dramatiq.pipeline([desk.pay.message(8), desk.note.message()], broker=desk.broker).run()
@@ -404,6 +408,186 @@ def test_a_database_that_is_away_uses_up_no_retry(desk: Desk, caplog: pytest.Log
     assert desk.broker.dead_letters == []
 
 
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def Refund(desk: Desk) -> Any:  # noqa: N802 - it makes a class
+    """Return an actor that is a class."""
+
+    class Refund(dramatiq.GenericActor):
+        class Meta:
+            broker, max_retries = desk.broker, 0
+
+        @logged
+        @desk.idempotent("shop.refund", key="order_id")
+        def perform(self, order_id: int) -> None:
+            desk.runs.append(f"refund {order_id}")
+            desk.note.send("sent")
+            if order_id < 0:
+                raise LookupError(order_id)
+
+    return Refund
+
+
+def audited(desk: Desk) -> Any:
+    """Return an actor whose method is bound."""
+
+    class Books:
+        @desk.idempotent("shop.audit", key="order_id")
+        def audit(self, order_id: int) -> None:
+            desk.runs.append(f"audit {order_id}")
+            desk.note.send("sent")
+            if order_id < 0:
+                raise LookupError(order_id)
+
+    return dramatiq.actor(broker=desk.broker, max_retries=0)(Books().audit)
+
+
+def shipped(desk: Desk) -> Any:
+    """Return an actor with another decorator between."""
+
+    @dramatiq.actor(broker=desk.broker, max_retries=0)
+    @logged
+    @logged
+    @desk.idempotent("shop.ship", key="order_id")
+    def ship(order_id: int) -> None:
+        desk.runs.append(f"ship {order_id}")
+        desk.note.send("sent")
+        if order_id < 0:
+            raise LookupError(order_id)
+
+    return ship
+
+
+@pytest.mark.parametrize("make", [Refund, audited, shipped])
+def test_methods_and_decorators_between(desk: Desk, make: Callable[[Desk], Any]) -> None:
+    """Other keys than the message id, a failure and duplicates."""
+    actor = make(desk)
+    with desk.working():
+        for message in (actor.message(-1), first := actor.message(1), first, actor.message(order_id=1)):
+            desk.broker.enqueue(message)
+        desk.broker.join("default", fail_fast=False, timeout=10_000)
+        wait_for(lambda: "sent" in desk.runs)
+    assert Counter(run.split()[-1] for run in desk.runs) == Counter({"-1": 1, "1": 1, "sent": 1})
+    assert [message.args for message in desk.broker.dead_letters] == [(-1,)]
+
+
+def test_a_worker_refuses_what_no_actor_runs(desk: Desk) -> None:
+    """Idempotency would be switched off without a word."""
+
+    def hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(function)
+
+    def awaited(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        async def call(*args: Any) -> Any:
+            return function(*args)
+
+        return call
+
+    desk.idempotent("shop.alone")(lambda: None)
+    for name, between in (("hidden", hidden), ("awaited", awaited)):
+        desk.broker.add_middleware(AsyncIO()) if name == "awaited" else None
+        dramatiq.actor(broker=desk.broker, actor_name=name)(between(desk.idempotent(f"shop.{name}")(lambda: None)))
+    with pytest.raises(ConfigurationError, match="no actor runs shop.alone, shop.awaited, shop.hidden: mark it right below"):
+        Worker(desk.broker).start()
+
+
+def test_a_retry_has_the_arguments_that_came(desk: Desk) -> None:
+    """What the body has put into them could not be sent, and would be a conflict."""
+
+    @dramatiq.actor(broker=desk.broker, min_backoff=1, max_backoff=2, max_retries=3)
+    @desk.idempotent("shop.stamp")
+    def stamp(order: dict[str, Any], *, more: list[Any]) -> None:
+        desk.runs.append(f"{order} {more}")
+        order["at"] = datetime.now(UTC)
+        more.append(order)
+        if len(desk.runs) < 3:
+            raise LookupError
+
+    with desk.working():
+        stamp.send({}, more=[])
+        wait_for(lambda: len(desk.runs) == 3)
+    assert desk.runs == ["{} []"] * 3
+    assert desk.broker.dead_letters == []
+
+
+def test_a_retry_that_can_never_be_sent_is_dead(desk: Desk) -> None:
+    """It would be acknowledged, or keep its thread for good."""
+    desk.broker.failures, desk.broker.failure = 1, TypeError("not JSON")
+    with desk.working():
+        message = desk.pay.send(-1)
+        wait_for(lambda: desk.broker.dead_letters != [])
+    assert [each.message_id for each in desk.broker.dead_letters] == [message.message_id]
+    assert desk.runs == ["pay -1"]
+
+
+def test_a_message_under_its_own_id_waits_for_commit(desk: Desk) -> None:
+    """A copy of the running message is no retry of it."""
+    desk.broker.add_middleware(CurrentMessage())
+
+    @dramatiq.actor(broker=desk.broker, max_retries=0)
+    @desk.idempotent("shop.pass_on")
+    def pass_on(number: int) -> None:
+        message: Any = CurrentMessage.get_current_message()
+        desk.broker.enqueue(message.copy(actor_name="note"))
+        if number < 0:
+            raise LookupError(number)
+
+    with desk.working():
+        pass_on.send(-1)
+        wait_for(lambda: desk.broker.dead_letters != [])
+        pass_on.send(1)
+        wait_for(lambda: 1 in desk.runs)
+    assert desk.runs == [1]
+
+
+def test_a_conflict_is_dead_at_once_whatever_retry_when_says(desk: Desk) -> None:
+    @dramatiq.actor(broker=desk.broker, min_backoff=1, max_backoff=2, retry_when=lambda retries, _: retries < 4)
+    @desk.idempotent("shop.price", key="article")
+    def price(article: int, cents: int) -> None:
+        desk.runs.append(cents)
+
+    with desk.working():
+        price.send(1, 100)
+        wait_for(lambda: desk.runs == [100])
+        price.send(1, 200)
+        wait_for(lambda: desk.broker.dead_letters != [])
+    assert [message.options["retries"] for message in desk.broker.dead_letters] == [1]
+    assert desk.runs == [100]
+
+
+def test_a_deploy_that_adds_an_argument_with_a_default(url: str) -> None:
+    """A message that was handled before is a duplicate, not a conflict."""
+    engine, backend = create_engine(url), StubBackend()
+
+    def before(order_id: int) -> str:
+        return f"before {order_id}"
+
+    def after(order_id: int, currency: str = "EUR") -> str:
+        return f"after {order_id} {currency}"
+
+    message = Message("default", "pay", (7,), {}, {})
+    for function in (before, after):
+        broker = StubBroker(middleware=[Retries(max_retries=0), Results(backend=backend, store_results=True)])
+        dramatiq.actor(broker=broker, actor_name="pay")(install(broker, Inbox(engine))("shop.pay", key="order_id")(function))
+        broker.enqueue(message)
+        worker = Worker(broker, worker_timeout=10, worker_threads=1)
+        worker.start()
+        try:
+            assert message.get_result(backend=backend, block=True) == "before 7"
+            broker.join("default", timeout=10_000)
+        finally:
+            worker.stop()
+        backend.results.clear()
+    engine.dispose()
+
+
 FAULTS: list[tuple[Callable[[], Any], str]] = [
     (RabbitmqBroker, "pass confirm_delivery=True"),
     (lambda: RabbitmqBroker(confirm_delivery=True, middleware=[]), "without the middleware Retries"),
@@ -438,15 +622,20 @@ def test_what_cannot_be_idempotent_is_refused(desk: Desk) -> None:
         install(StubBroker(), desk.inbox)
     broker = StubBroker()
     idempotent = install(broker, Inbox(create_engine("sqlite:///nowhere.db")))
-    with pytest.raises(ConfigurationError, match="with an argument 'order', its key"):
+    with pytest.raises(ConfigurationError, match="no argument 'order', which is its key"):
         idempotent("shop.pay", key="order")(lambda order_id: None)
     with pytest.raises(ConfigurationError, match="retention"):
         idempotent("shop.pay", retention="often")
 
     async def pay() -> None: ...
 
-    with pytest.raises(ConfigurationError, match="has to be a plain function"):
+    with pytest.raises(ConfigurationError, match="pay is async def: .* has to be a plain function"):
         idempotent("shop.pay")(pay)
+    for actor in (desk.pay, Refund(desk)):
+        with pytest.raises(ConfigurationError, match="is an actor already: put this decorator below @dramatiq.actor"):
+            idempotent("shop.pay")(actor)
+    with pytest.raises(ConfigurationError, match="pay has the name 'shop.pay': give .* another one"):
+        desk.idempotent("shop.pay")(lambda order_id: None)
 
 
 @pytest.mark.parametrize(
@@ -462,13 +651,22 @@ def test_the_identity_of_a_broker_has_no_password(broker: Any, identity: str) ->
     assert IdempotentActors(broker, Inbox(create_engine("sqlite://"))).identity == identity
 
 
+class Closed(Middleware):
+    """Refuses the messages of one actor."""
+
+    def before_enqueue(self, broker: Any, message: Any, delay: int | None) -> None:
+        if message.actor_name == "closed":
+            raise MiddlewareError("closed")
+
+
 def test_one_output_is_to_blame_and_its_neighbours_are_sent() -> None:
     broker = StubBroker()
     broker.declare_queue("default")
+    broker.add_middleware(Closed())
     outlet, ctx = IdempotentActors(broker, Inbox(create_engine("sqlite://"))), BaseContext("shop", {}, None, None)
-    for queue in ("default", "nowhere", "default"):
-        ctx.forward(Message(queue, "note", (), {}, {}).encode(), to=queue)
-    assert [answer and answer.own for answer in outlet.publish(ctx.outputs(), 1.0)] == [None, True, None]
+    for queue, actor in (("default", "note"), ("nowhere", "note"), ("default", "closed"), ("default", "note")):
+        ctx.forward(Message(queue, actor, (), {}, {}).encode(), to=queue)
+    assert [answer and answer.own for answer in outlet.publish(ctx.outputs(), 1.0)] == [None, True, True, None]
 
 
 @pytest.mark.slow

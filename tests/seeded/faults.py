@@ -539,9 +539,10 @@ FAULTS = [
         f"{FASTSTREAM}each_message::postgresql",
     ),
     # dramatiq
-    Fault("integrations/dramatiq.py", "if unit and not (", "if False and not (", f"{DRAMATIQ}a_retry"),
-    Fault("integrations/dramatiq.py", "if message is not running or", "if message is message or", f"{DRAMATIQ}a_retry"),
+    Fault("integrations/dramatiq.py", "if unit := current(self):", "if unit := None:", f"{DRAMATIQ}a_message_under"),
+    Fault("integrations/dramatiq.py", "_marked(actor) is not run:", "actor.fn is not run:", f"{DRAMATIQ}methods"),
+    Fault("integrations/dramatiq.py", "if not _is_outage(error):", "if error:", f"{DRAMATIQ}a_retry"),
     Fault("integrations/dramatiq.py", "each.after_process_message = partial(self._follow, each)", "pass", f"{DRAMATIQ}actors"),
-    Fault("integrations/dramatiq.py", 'message.options["max_retries"] = 0', "pass", f"{DRAMATIQ}actors"),
+    Fault("integrations/dramatiq.py", "if call.is_dead(error):", "if False:", f"{DRAMATIQ}actors"),
     Fault("integrations/dramatiq.py", "fate(error) is Fate.HOLD or", "False or", f"{DRAMATIQ}a_database"),
 ]
