@@ -80,13 +80,15 @@ class _Call:
     """One delivery of a message: how far it has come in this process.
 
     Attributes:
-        claimed: The key, and a digest of the arguments that were sent, by name: a deploy may add one that has a default.
+        claimed: The key, and a digest of the arguments that are not their defaults, by name: a deploy may add one that has a default.
         handled: Whether what follows on success is stored under the claim, because this very message was the first one.
     """
 
     def __init__(self, message: Any, actor: Any, id: Any) -> None:
-        called = signature(getattr(actor.fn, "perform", actor.fn)).bind_partial(*message.args, **message.kwargs)
-        digest = sha256(json.dumps(called.arguments, sort_keys=True).encode("utf-8", "surrogatepass"))
+        wanted = signature(getattr(actor.fn, "perform", actor.fn))
+        bound = wanted.bind_partial(*message.args, **message.kwargs).arguments
+        given = {name: value for name, value in bound.items() if value != wanted.parameters[name].default}
+        digest = sha256(json.dumps(given, sort_keys=True).encode("utf-8", "surrogatepass"))
         self.claimed = {"id": id, "arguments": digest.hexdigest()}
         self.id, self.handled, self._returned = message.message_id, False, False
         self._error: Exception | None = None
