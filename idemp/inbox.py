@@ -78,7 +78,7 @@ class Inbox:
         settings: By default read from the environment.
 
     Attributes:
-        engine: The engine.
+        engine: That of the argument.
         broker: Takes what the thread of `relay` sends; None for the one that the settings name.
 
     Example:

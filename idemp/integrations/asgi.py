@@ -146,7 +146,7 @@ class Idempotency:
         ...     Idempotency,
         ...     inbox=AsyncInbox(create_async_engine("sqlite+aiosqlite:///shop.db")),
         ...     routes=[Route("POST", "/orders", "shop.place_order")],
-        ...     client=lambda request: request.headers.get("authorization"),
+        ...     client=lambda request: request.headers.get("x-api-key"),
         ... )
     """
 
@@ -237,8 +237,9 @@ class Idempotency:
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check and register before the app starts, and end the relay behind it."""
-        relay, starting = self.inbox.relay(), await receive()
+        starting = await receive()
         try:
+            relay = self.inbox.relay()
             for place in self._places.values():
                 await self.do(partial(self.inbox.prepare, **place))
             if self.inbox.has_broker:
