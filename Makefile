@@ -62,7 +62,8 @@ $(VENV)/.servers: | $(VENV)/.test
 	$(BIN)/python -m tests.servers.install
 	@touch $@
 
-$(VENV)/.java: | $(VENV)/.test
+# It also records the classes of Spark's JVMs.
+$(VENV)/.java: | $(VENV)/.test $(VENV)/.spark
 	$(BIN)/python -m tests.servers.install java
 	@touch $@
 

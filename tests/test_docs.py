@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers.activemq import Activemq
+from tests.servers.java import java_options
 from tests.servers.pouchdb import Pouchdb
 from tests.worker.test_loop import wait_for
 
@@ -123,8 +124,6 @@ def test_a_page_is_true(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_of_the_pipeline_is_true(tmp_path: Path) -> None:
-    from tests.spark.conftest import java_options
-
     reader = Reader(tmp_path)
     reader.environment["JAVA_TOOL_OPTIONS"] = java_options()
     reader.read(SPARK)

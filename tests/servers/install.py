@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from tests.servers import postgresql, pouchdb, rabbitmq
+from tests.servers import java, postgresql, pouchdb, rabbitmq
 from tests.servers.process import find
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["java"]:
         find("java", "default-jre-headless")
         find("activemq", "activemq", "/usr/share/activemq/bin")
+        java.record_classes()
         sys.exit()
     if sys.argv[1:] == ["node"]:
         pouchdb.install()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +14,7 @@ from sqlalchemy import func, select
 from idemp import Settings
 from idemp.process import Process
 from idemp.sql.engine import Database
+from tests.servers.java import java_options
 from tests.servers.process import free_port
 from tests.spark import shop
 from tests.world import effect, metadata
@@ -25,23 +23,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).parents[2]
-LIGHT = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Xlog:cds=off -Xlog:cds+dynamic=off"
-RECORD = "from idemp.spark import session; s = session(options={!r}); s.range(9).repartition(2).mapInArrow(lambda each: each, 'id bigint').count(); s.stop()"
-
-
-def java_options() -> str:
-    """Return options of a JVM that starts in half the time; record its classes first, once for a Java and a PySpark."""
-    import pyspark
-
-    java = subprocess.run(["java", "-version"], capture_output=True, check=True).stderr
-    name = hashlib.sha256(java + pyspark.__version__.encode() + LIGHT.encode()).hexdigest()[:16]
-    archive = Path(sys.prefix) / f"spark-classes-{name}.jsa"
-    if not archive.exists():
-        own = archive.with_suffix(f".{os.getpid()}")
-        options = {"spark.driver.extraJavaOptions": f"{LIGHT} -XX:ArchiveClassesAtExit={own}"}
-        subprocess.run([sys.executable, "-c", RECORD.format(options)], check=True, capture_output=True, timeout=240)
-        own.rename(archive)
-    return f"{LIGHT} -XX:SharedArchiveFile={archive}"
 
 
 @pytest.fixture(scope="session")
