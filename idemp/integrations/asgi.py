@@ -63,7 +63,7 @@ AGAIN: Final = (b"retry-after", b"1")  # seconds
 BUSY: Final = (HTTPStatus.CONFLICT, "a request with this key is being handled", AGAIN)
 AWAY: Final = (
     HTTPStatus.SERVICE_UNAVAILABLE,
-    "the database is away or busy, and has not confirmed this request: send it again with the same key",
+    "the database has not confirmed this request: send it again with the same key",
     AGAIN,
 )
 ANSWERS: Final[Mapping[type[Exception], tuple[Any, ...]]] = {
@@ -290,7 +290,8 @@ class _Exchange:
         self.owner, self._route, self._release, self._send, inbox = owner, route, release, send, owner.inbox
         self.ended = asyncio.Event()
         self._start: dict[str, Any] = {}
-        self._chunks, self._size, self._over, self._failed = list[bytes](), 0, False, False
+        self._chunks, self._size = list[bytes](), 0
+        self._over = self._failed = self._committing = False
         mode: dict[str, Any] = {"expire_on_commit": False, "close_resets_only": False}  # what is closed stays so
         self.unit: Any = None
         if isinstance(inbox, AsyncInbox):
@@ -341,6 +342,7 @@ class _Exchange:
                 if self.unit is not None:
                     await do(leave, error and type(error), error, None)
                 if error is None:
+                    self._committing = True
                     await do(commit)
             except Exception:
                 if error is None:
@@ -404,7 +406,9 @@ class _Exchange:
         if isinstance(error, exc.StatementError):
             error.hide_parameters = True  # the answer is among them
         said = next(answer for kind, answer in ANSWERS.items() if isinstance(error, kind))
-        status, text, *headers = AWAY if self.owner.is_away(error) else said
+        # An error of COMMIT tells that nothing was done only if it is a constraint.
+        unsure = self._committing and not isinstance(error, exc.IntegrityError)
+        status, text, *headers = AWAY if unsure or self.owner.is_away(error) else said
         await _refuse(self._send, status, text or str(error), *headers)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise error

@@ -25,7 +25,7 @@ import pika
 import pytest
 import stripe
 from increase import Increase
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import Connection, create_engine, event, make_url, text
 from starlette.testclient import TestClient
 
 from idemp import ConfigurationError, Inbox
@@ -190,6 +190,25 @@ def test_a_database_that_is_away(shop: Shop) -> None:
     for path in ("/orders", "/plain"):
         answer = away.post(path, headers={"authorization": "me", "idempotency-key": "a"}, json={"sku": "lamp"})
         assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
+
+
+@every_kind
+def test_an_error_of_a_commit_that_was_made(shop: Shop) -> None:
+    """Whatever the driver says: nobody is told that nothing was done."""
+
+    def lose(connection: Connection) -> None:
+        connection.connection.commit()
+        raise RuntimeError("the answer cannot be read")
+
+    for path, inbox in zip(("/orders", "/plain"), shop.api.state.inboxes, strict=True):
+        plain = getattr(inbox.engine, "sync_engine", inbox.engine)
+        event.listen(plain, "commit", lose)
+        answer = shop.post(path, key=path)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        event.remove(plain, "commit", lose)
+        again = shop.post(path, key=path)
+        assert (again.status_code, again.headers["idempotent-replayed"]) == (201, "true")
+    assert (shop.claims(), shop.placed()) == (2, 2)
 
 
 @on_postgresql

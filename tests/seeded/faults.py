@@ -487,6 +487,7 @@ FAULTS = [
     Fault("integrations/asgi.py", '{key}" if len(key) <= 220 else', '{key}"[:255] if True else', f"{HTTP}keys"),
     Fault("integrations/asgi.py", "sha256(head + body)", "sha256(body)", f"{HTTP}a_key_has::sqlite"),
     Fault("integrations/asgi.py", "                await do(commit)", "                pass", f"{HTTP}a_key_has::sqlite"),
+    Fault("integrations/asgi.py", "unsure = self._committing and", "unsure = False and", f"{HTTP}an_error_of_a_commit::sqlite"),
     Fault(
         "integrations/asgi.py",
         "                    return await self._fail(error)\n                #",

@@ -28,8 +28,8 @@ from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.schema import upgrade
 from tests.bulk import readings
 from tests.bulk.test_readings import handle_online
-from tests.spark import shop as shop_module
 from tests.servers.java import LIGHT, java_options
+from tests.spark import shop as shop_module
 from tests.spark.conftest import ROOT, Shop, parked
 from tests.worker.test_loop import wait_for
 from tests.world import effect
