@@ -49,6 +49,7 @@ class Reader:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("IDEMP_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = {**kept, "PATH": path, "COLUMNS": "80", "PYTHONUNBUFFERED": "1", "PYTHONPATH": ""}
+        self.environment["PYTEST_ADDOPTS"] = "-p no:schemathesis"  # half a second for each pytest
 
     def read(self, page: Path) -> None:
         for language, text in BLOCK.findall(page.read_text()):

@@ -61,6 +61,7 @@ if __name__ == "__main__":
     wired.use()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     way, own = sys.argv[1], iter(OWN)
+    multiprocessing.set_forkserver_preload([wired.__name__])
     begin = fork if way == "os.fork" else lambda: start(multiprocessing.get_context(way))  # type: ignore[arg-type]
     running = [begin() for _ in range(CHILDREN)]
     try:

@@ -1,4 +1,4 @@
-"""Each seeded fault is caught by its test; `IDEMP_TEST_EVERY=1` takes all of them, else there is one for each file, and those of the promises."""
+"""Each seeded fault is caught by its test; `IDEMP_TEST_EVERY=1` takes all of them, else there is one for each folder, and those of the promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.seeded.faults import FAULTS, PROMISES, Fault
 
 ROOT = Path(__file__).parents[2]
 FAILED = "1\n"  # pytest's exit code: tests failed; others say that none ran
-SOME = {(each.path, each.test if each.test.startswith(PROMISES) else ""): each for each in reversed(FAULTS)}
+SOME = {(Path(each.path).parent, each.test if each.test.startswith(PROMISES) else ""): each for each in reversed(FAULTS)}
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def run() -> Iterator[Callable[[Path, list[str]], str]]:
 @pytest.mark.parametrize("fault", FAULTS if "IDEMP_TEST_EVERY" in os.environ else SOME.values(), ids=lambda fault: fault.path)
 def test_a_fault_is_caught(fault: Fault, run: Callable[[Path, list[str]], str], tmp_path: Path) -> None:
     for name in ("idemp", "tests", "alembic"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     source = tmp_path / "idemp" / fault.path
     text = source.read_text()
