@@ -421,7 +421,7 @@ def test_messages_under_random_cancellations_and_timeouts(world: World) -> None:
     few = "150"  # where each cancellation costs a connection, and a wait for the server to notice
     chance, messages, workers = (
         random.Random(7),
-        int(os.environ.get("IDEMP_TEST_MESSAGES", few if "mysql" in world.url else "800")),
+        int(os.environ.get("IDEMP_TEST_MESSAGES", few if "mysql" in world.url else "400")),
         12,
     )
     ended: Counter[str] = Counter()

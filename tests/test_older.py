@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 OLDEST = Path(sys.prefix) / "sqlalchemy-2.0"
-PARTS = ("tests/sql/test_guard.py", "tests/sql/test_conformance.py", "tests/test_batches.py")
+PARTS = ("tests/sql/test_guard.py", "tests/sql/test_conformance.py")
 
 
 @pytest.mark.slow

@@ -42,15 +42,16 @@ def every_crash_point(
 ) -> Iterator[tuple[World, str]]:
     """Crash a process at each point that it reaches, once; yield the world as the crash leaves it.
 
-    On databases other than SQLite each test takes a third of them, from another one on, so that together they take each call.
+    On databases other than SQLite each test takes a third of them, from another one on, so that together they take each call; with
+    asynchronous drivers half of these.
     """
     calm = CrashPoints()
     world = begin(**options)
     given(world)
     assert not world.crash(calm)
     assert len(calm.names) > 10
-    thorough = world.url.startswith("sqlite") and not tests.world.asynchronous
-    for at, name in some(calm.names, 1 if thorough else 3, first):
+    every = 6 if tests.world.asynchronous else 1 if world.url.startswith("sqlite") else 3
+    for at, name in some(calm.names, every, first):
         world = begin(**options)
         given(world)
         assert world.crash(CrashPoints(at)), name

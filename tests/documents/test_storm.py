@@ -20,7 +20,6 @@ RESTARTS = 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["couchdb", "dynamodb"])
 def test_each_message_is_in_its_document_once_and_its_output_is_sent(kind: str) -> None:
     chance = random.Random(1)

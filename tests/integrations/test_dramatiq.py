@@ -391,7 +391,7 @@ def test_a_retry_that_cannot_be_sent_keeps_its_message(desk: Desk) -> None:
     desk.broker.failures = 3
     with desk.working():
         message = desk.pay.send(-1)
-        assert message.get_result(backend=desk.backend, block=True, timeout=20_000) == [-1, 100]
+        assert message.get_result(backend=desk.backend, block=True, timeout=60_000) == [-1, 100]
         assert desk.broker.failures == 0
         wait_for(lambda: "delayed -1" in desk.runs)
     assert Counter(desk.runs) == Counter({"pay -1": 2, "sent -1": 1, "delayed -1": 1})
@@ -471,7 +471,7 @@ def test_methods_and_decorators_between(desk: Desk, make: Callable[[Desk], Any])
     with desk.working():
         for message in (actor.message(-1), first := actor.message(1), first, actor.message(order_id=1)):
             desk.broker.enqueue(message)
-        desk.broker.join("default", fail_fast=False, timeout=10_000)
+        desk.broker.join("default", fail_fast=False, timeout=60_000)
         wait_for(lambda: "sent" in desk.runs)
     assert Counter(run.split()[-1] for run in desk.runs) == Counter({"-1": 1, "1": 1, "sent": 1})
     assert [message.args for message in desk.broker.dead_letters] == [(-1,)]
@@ -581,7 +581,7 @@ def test_a_deploy_that_adds_an_argument_with_a_default(url: str) -> None:
         worker.start()
         try:
             assert message.get_result(backend=backend, block=True) == "before 7"
-            broker.join("default", timeout=10_000)
+            broker.join("default", timeout=60_000)
         finally:
             worker.stop()
         backend.results.clear()

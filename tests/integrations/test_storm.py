@@ -22,7 +22,6 @@ DEAD = f"{QUEUE}.dead"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("client", "senders"), [("kombu", ("publisher",)), ("pika", ("relay",)), ("aio_pika", ("publisher", "relay"))]
 )

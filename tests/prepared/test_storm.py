@@ -14,7 +14,6 @@ from tests.storms import SHARE
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(400)
 def test_what_is_published_is_what_was_committed() -> None:
     with tempfile.TemporaryDirectory(prefix="idemp-prepared-") as folder:
         Path(folder).chmod(0o755)

@@ -28,7 +28,7 @@ from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.schema import upgrade
 from tests.bulk import readings
 from tests.bulk.test_readings import handle_online
-from tests.servers.java import LIGHT, java_options
+from tests.servers.java import java_options
 from tests.spark import shop as shop_module
 from tests.spark.conftest import ROOT, Shop, parked
 from tests.worker.test_loop import wait_for
@@ -203,7 +203,7 @@ def test_spark_submit_runs_a_backfill_on_executors(tables: Shop, url: str, tmp_p
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "2",
         "spark.driver.extraJavaOptions": java_options(),
-        "spark.executor.extraJavaOptions": LIGHT,
+        "spark.executor.extraJavaOptions": java_options(),
         "spark.ui.enabled": "false",
     }
     command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local-cluster[2,1,1024]"]

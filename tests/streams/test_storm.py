@@ -21,7 +21,6 @@ RESTARTS = 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_each_command_is_committed_once_and_no_number_is_missing() -> None:
     chance = random.Random(1)
     moves = {id: (f"account-{id % 5}", 10 if id < COMMANDS // 6 else chance.choice([-7, 5, 9])) for id in range(COMMANDS)}
