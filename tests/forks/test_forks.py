@@ -80,7 +80,7 @@ class Place:
         while (done := int(query(self.url, "SELECT count(DISTINCT number) FROM effect WHERE number >= 0")[0][0])) < ids:
             assert time.monotonic() < deadline, f"{done} of {ids} after {PATIENCE:.0f} s: {self.log.read_text()[-3000:]}"
             last = f"SELECT pid FROM effect WHERE pid <> {parent} ORDER BY id DESC LIMIT 1"
-            for (victim,) in query(self.url, last) if done > ids * killed / (2 * KILLS) else ():
+            for (victim,) in query(self.url, last) if done > ids * killed / (5 * KILLS) else ():
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
                     killed += 1
