@@ -29,12 +29,6 @@ IMPORTED = (
     *(f"kombu.{name}" for name in ("asynchronous", "transport.pyamqp", "transport.redis")),
 )
 BACKEND = os.environ.get("SHOP_BACKEND", "cache+memory://")
-TABLES = (
-    "CREATE TABLE changed (what TEXT)",
-    "CREATE TABLE arrived (task TEXT, what TEXT)",
-    "CREATE TABLE once (what TEXT UNIQUE DEFERRABLE INITIALLY DEFERRED)",
-)
-
 app = Celery("shop", broker=os.environ.get("SHOP_BROKER", "memory://"), backend=BACKEND)
 app.conf.update(
     task_time_limit=30,
@@ -70,8 +64,8 @@ def change(what: str) -> None:
 def arrive(self: Any, what: Any, *more: Any) -> str:
     """A task that is not idempotent: it counts each run."""
     with engine.begin() as connection:
-        row = {"task": self.request.id, "what": f"{what}{''.join(more)}"}
-        connection.execute(text("INSERT INTO arrived (task, what) VALUES (:task, :what)"), row)
+        row = {"id": self.request.id, "what": f"{what}{''.join(more)}"}
+        connection.execute(text("INSERT INTO arrived (id, what) VALUES (:id, :what)"), row)
     return f"{what}'"
 
 

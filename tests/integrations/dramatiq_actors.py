@@ -25,12 +25,6 @@ from idemp.integrations import dramatiq as tested
 from idemp.integrations.dramatiq import install, session
 from tests.integrations.forked import keep
 
-TABLES = (
-    "CREATE TABLE changed (what TEXT)",
-    "CREATE TABLE arrived (message TEXT, what TEXT)",
-    "CREATE TABLE once (what TEXT UNIQUE DEFERRABLE INITIALLY DEFERRED)",
-)
-
 
 def open_broker(url: str) -> RabbitmqBroker | RedisBroker:
     """Return a broker; on Redis, what a killed worker had comes back after a second."""
@@ -73,8 +67,8 @@ def arrive(what: Any, *more: Any) -> str:
     assert message is not None
     what = what["args"][0] if isinstance(what, dict) else what  # as a callback has it
     with engine.begin() as connection:
-        row = {"message": message.message_id, "what": f"{what}{''.join(more)}"}
-        connection.execute(text("INSERT INTO arrived (message, what) VALUES (:message, :what)"), row)
+        row = {"id": message.message_id, "what": f"{what}{''.join(more)}"}
+        connection.execute(text("INSERT INTO arrived (id, what) VALUES (:id, :what)"), row)
     return f"{what}'"
 
 

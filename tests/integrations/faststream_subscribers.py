@@ -18,10 +18,6 @@ from idemp.brokers.rabbitmq.publisher import RabbitPublisher
 from idemp.integrations.faststream import Session, install
 from idemp.worker.relay_thread import RelayThread
 
-TABLES = (
-    "CREATE TABLE changed (what TEXT)",
-    "CREATE TABLE once (what TEXT UNIQUE DEFERRABLE INITIALLY DEFERRED)",
-)
 URL = os.environ.get("IDEMP_DATABASE_URL", "postgresql://")
 TOGETHER = 8
 unsent, unacked = list[int](), list[int]()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,19 +28,17 @@ from idemp.errors import Conflict
 from idemp.integrations._capture import capturing, current
 from idemp.integrations.celery import CeleryBroker, IdempotentTask, install, session
 from idemp.sql.engine import Database
-from tests.integrations.celery_tasks import TABLES, WAYS, follow_ups
+from tests.integrations.celery_tasks import WAYS, follow_ups
+from tests.integrations.service import TABLES, Workers, broker, every_broker, make_shop, on_postgresql, on_rabbitmq
 from tests.servers import ask
-from tests.servers.databases import locked, query
+from tests.servers.databases import query
 from tests.servers.process import has_ended
 from tests.sql.test_outages import end_sessions, role
 from tests.worker.test_loop import wait_for
 from tests.world import let_pass
 
 pytestmark = pytest.mark.slow
-on_postgresql = pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
-every_broker = pytest.mark.parametrize("broker", ["rabbitmq", "redis"], indirect=True)
-on_rabbitmq = pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-__all__ = ["role"]
+__all__ = ["broker", "make_shop", "role"]
 
 TASKS = "tests.integrations.celery_tasks"
 TOGETHER, WORKERS = 12, 4  # tasks under way, and the workers that are killed at once
@@ -50,40 +46,23 @@ ROUNDS = {"rabbitmq": 5, "redis": 2}
 VISIBILITY = 8  # seconds, after which Redis delivers again what a killed worker had
 
 
-@pytest.fixture
-def broker(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "redis":
-        yield ask("redis", "create_database")
-        return
-    url = ask("rabbitmq", "create_vhost")
-    yield url
-    ask("rabbitmq", "delete_vhost", url)
-
-
-class Shop:
+class Shop(Workers):
     """A client of the tasks, and their workers."""
 
     def __init__(self, database: str, broker: str, folder: Path, **settings: object) -> None:
-        results, self.folder, self.database = ask("redis", "create_database"), folder, database
-        self.environment = {**os.environ, "IDEMP_DATABASE_URL": database, "SHOP_BROKER": broker, "SHOP_BACKEND": results}
-        self.environment |= {name: repr(value) for name, value in settings.items()}
+        results = ask("redis", "create_database")
         self.client, self.backend = (
             Celery(broker=broker, set_as_current=False),
             Celery(backend=results, set_as_current=False).backend,
         )
         self.client.conf.broker_transport_options = {"confirm_publish": True}
-        self.log, self.pids = (folder / "log").open("ab"), list[int]()
-        command = [sys.executable, "-m", TASKS]
-        self._parent = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, env=self.environment, text=True
-        )
+        said = {name: repr(value) for name, value in settings.items()}
+        super().__init__(TASKS, database, folder, {"SHOP_BROKER": broker, "SHOP_BACKEND": results, **said})
 
     def begin(self, concurrency: int) -> int:
         """Start a worker, and return its process id."""
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
-        print("-c", concurrency, "-l", "INFO", "-n", f"worker{len(self.pids)}@shop", file=self._parent.stdin, flush=True)
-        self.pids.append(int(self._parent.stdout.readline()))
+        self.tell("-c", concurrency, "-l", "INFO", "-n", f"worker{len(self.pids)}@shop")
+        self.pids.append(self.pid())
         return self.pids[-1]
 
     def kill(self, pid: int) -> None:
@@ -92,8 +71,7 @@ class Shop:
             os.killpg(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        self._parent.communicate()  # the end of its input ends it and its workers
-        self.log.close()
+        super().close()
         self.client.close()
         self.client.pool.force_close_all()
         self.backend.client.close()
@@ -111,36 +89,8 @@ class Shop:
         try:
             wait_for(lambda: self.meta(id)["status"] in ("SUCCESS", "FAILURE"))
         except AssertionError:
-            raise AssertionError((self.meta(id), (self.folder / "log").read_text()[-3000:])) from None
+            raise AssertionError((self.meta(id), self.log.read_text()[-3000:])) from None
         return self.meta(id)["result"]
-
-    def changed(self) -> Counter[str]:
-        return Counter(what for (what,) in query(self.database, "SELECT what FROM changed"))
-
-    def arrived(self) -> dict[str, int]:
-        """Return under how many task ids each follow-up has arrived."""
-        return dict(query(self.database, "SELECT what, count(DISTINCT task) FROM arrived GROUP BY what"))
-
-    @contextmanager
-    def locked(self, lock: int) -> Iterator[Callable[[int], None]]:
-        """Hold a lock for which tasks wait; yield a function that waits until so many do."""
-        with locked(self.database, lock) as waiting:
-            yield lambda count: wait_for(lambda: waiting(count))
-
-
-@pytest.fixture
-def make_shop(url: str, broker: str, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
-    made: list[Shop] = []
-
-    def make_shop(database: str = url, **settings: object) -> Shop:
-        made.append(Shop(database, broker, tmp_path, **settings))
-        return made[-1]
-
-    for table in TABLES:
-        query(url, table)
-    yield make_shop
-    for shop in made:
-        shop.close()
 
 
 @on_postgresql
@@ -164,7 +114,7 @@ def test_what_a_task_sends_goes_out_after_commit(make_shop: Callable[..., Shop])
     gathered = [what for what in arrivals if "+" in what]  # was called as a function, without an id
     assert shop.arrived() == dict.fromkeys(arrivals, 1) | dict.fromkeys(gathered, 0)
     wait_for(lambda: not query(shop.database, "SELECT 1 FROM idemp_pending"))
-    assert (shop.folder / "log").read_text().count("SIGKILL") >= len(WAYS)
+    assert shop.log.read_text().count("SIGKILL") >= len(WAYS)
 
 
 @on_postgresql
@@ -239,7 +189,7 @@ def test_each_task_ends_once(make_shop: Callable[..., Shop], url: str, role: str
 
 
 def shop_log(shop: Shop) -> bytes:
-    return (shop.folder / "log").read_bytes()
+    return shop.log.read_bytes()
 
 
 @on_postgresql
@@ -291,7 +241,7 @@ def test_a_worker_that_could_lose_tasks_does_not_start(make_shop: Callable[..., 
     shop = make_shop(broker_transport_options={}, task_protocol=1)
     worker = shop.begin(1)
     wait_for(lambda: has_ended(worker))
-    log = (shop.folder / "log").read_text()
+    log = shop.log.read_text()
     assert "idemp.errors.ConfigurationError: task_protocol is 1: set it to 2; without publisher confirms" in log
     assert "ready" not in log
 

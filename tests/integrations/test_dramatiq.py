@@ -31,17 +31,15 @@ from idemp import ConfigurationError, Inbox
 from idemp.context import BaseContext
 from idemp.integrations.dramatiq import IdempotentActors, install, session
 from idemp.sql.engine import Database
-from tests.integrations.dramatiq_actors import TABLES, WAYS, follow_ups, open_broker
+from tests.integrations.dramatiq_actors import WAYS, follow_ups, open_broker
+from tests.integrations.service import TABLES, Workers, broker, every_broker, make_shop, on_postgresql, on_rabbitmq
 from tests.servers import ask
-from tests.servers.databases import locked, query
+from tests.servers.databases import query
 from tests.sql.test_outages import end_sessions, role
 from tests.worker.test_loop import wait_for
 from tests.world import let_pass
 
-on_postgresql = pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
-every_broker = pytest.mark.parametrize("broker", ["rabbitmq", "redis"], indirect=True)
-on_rabbitmq = pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-__all__ = ["role"]
+__all__ = ["broker", "make_shop", "role"]
 
 ACTORS = "tests.integrations.dramatiq_actors"
 TOGETHER, WORKERS = 12, 3  # messages under way, and the workers that are killed at once
@@ -51,45 +49,23 @@ GRACE = (
 )
 
 
-@pytest.fixture
-def broker(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "redis":
-        yield ask("redis", "create_database")
-        return
-    url = ask("rabbitmq", "create_vhost")
-    yield url
-    ask("rabbitmq", "delete_vhost", url)
-
-
-class Shop:
+class Shop(Workers):
     """A client of the actors, and their workers."""
 
     def __init__(self, database: str, broker: str, folder: Path, **settings: object) -> None:
-        results, self.database, self.pids = ask("redis", "create_database"), database, list[int]()
+        results = ask("redis", "create_database")
         self.client, self.backend = open_broker(broker), RedisBackend(url=results)
-        environment = {**os.environ, "IDEMP_DATABASE_URL": database, "SHOP_BROKER": broker, "SHOP_BACKEND": results}
-        environment["dramatiq_queue_prefetch"] = "4"  # as many as there are threads
-        environment |= {f"SHOP_{name.upper()}": repr(value) for name, value in settings.items()}
-        self.log = folder / "log"
-        with self.log.open("ab") as log:
-            self._parent = subprocess.Popen(
-                [sys.executable, "-m", ACTORS],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                text=True,
-            )
+        said = {f"SHOP_{name.upper()}": repr(value) for name, value in settings.items()}
+        said["dramatiq_queue_prefetch"] = "4"  # as many as there are threads
+        super().__init__(ACTORS, database, folder, {"SHOP_BROKER": broker, "SHOP_BACKEND": results, **said})
 
     def keep(self, workers: int) -> None:
         """Start workers, which have successors if they are killed."""
-        assert self._parent.stdin is not None
-        print(workers, file=self._parent.stdin, flush=True)
+        self.tell(workers)
         self.await_workers(workers)
 
     def await_workers(self, count: int) -> None:
-        assert self._parent.stdout is not None
-        self.pids[:] = [int(self._parent.stdout.readline()) for _ in range(count)]
+        self.pids[:] = [self.pid() for _ in range(count)]
 
     def kill(self) -> None:
         """Kill all workers; wait for their successors."""
@@ -99,7 +75,7 @@ class Shop:
         self.await_workers(len(self.pids))
 
     def close(self) -> None:
-        self._parent.communicate()  # the end of its input ends it and its workers
+        super().close()
         self.client.close()
         self.backend.client.close()
         if isinstance(self.client, RedisBroker):
@@ -127,34 +103,6 @@ class Shop:
         except AssertionError:
             raise AssertionError((message, self.log.read_text()[-3000:])) from None
         return found[0]
-
-    def changed(self) -> Counter[str]:
-        return Counter(what for (what,) in query(self.database, "SELECT what FROM changed"))
-
-    def arrived(self) -> dict[str, int]:
-        """Return under how many message ids each follow-up has arrived."""
-        return dict(query(self.database, "SELECT what, count(DISTINCT message) FROM arrived GROUP BY what"))
-
-    @contextmanager
-    def locked(self, lock: int) -> Iterator[Callable[[int], None]]:
-        """Hold a lock for which actors wait; yield a function that waits until so many do."""
-        with locked(self.database, lock) as waiting:
-            yield lambda count: wait_for(lambda: waiting(count))
-
-
-@pytest.fixture
-def make_shop(url: str, broker: str, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
-    made: list[Shop] = []
-
-    def make_shop(database: str = url, **settings: object) -> Shop:
-        made.append(Shop(database, broker, tmp_path, **settings))
-        return made[-1]
-
-    for table in TABLES:
-        query(url, table)
-    yield make_shop
-    for shop in made:
-        shop.close()
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from typing import Any
 
 import aio_pika
 import pika
-import psycopg
 import pytest
 from faststream import AckPolicy, BaseMiddleware
 from faststream.exceptions import AckMessage
@@ -40,7 +39,7 @@ from idemp import AsyncInbox, ConfigurationError
 from idemp.errors import BlockEnded, Conflict, HandlerError, Unreadable, UnusableOutput
 from idemp.integrations.faststream import Session, install
 from idemp.sql.engine import Database
-from tests.integrations.faststream_subscribers import TABLES
+from tests.integrations.service import TABLES, Service, on_postgresql
 from tests.servers import ask
 from tests.servers.databases import query
 from tests.sql.test_outages import end_sessions, role
@@ -49,7 +48,6 @@ from tests.world import let_pass
 
 __all__ = ["role"]
 
-on_postgresql = pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
 ROUNDS = 3
 CHANNEL = Channel(prefetch_count=2)
 NACK: Any = {"ack_policy": AckPolicy.NACK_ON_ERROR, "channel": CHANNEL}
@@ -458,11 +456,12 @@ def test_what_cannot_be_installed_is_refused() -> None:
         idempotent("shop.Print")(print)
 
 
-class Processes:
+class Processes(Service):
     """The subscribers of `faststream_subscribers` in processes, and a client of theirs."""
 
-    def __init__(self, database: str, broker: str, log: Path) -> None:
-        self.database, self.broker, self.log = database, broker, log
+    def __init__(self, database: str, broker: str, folder: Path) -> None:
+        super().__init__(database, folder)
+        self.broker = broker
         self.environment = {**os.environ, "IDEMP_DATABASE_URL": database, "SHOP_BROKER": broker}
         self.running = list[subprocess.Popen[bytes]]()
         self.found: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -498,24 +497,12 @@ class Processes:
             channel.confirm_delivery()
             channel.basic_publish("", queue, json.dumps(body), pika.BasicProperties(message_id=id, **options), mandatory=True)
 
-    def changed(self) -> Counter[str]:
-        return Counter(what for (what,) in query(self.database, "SELECT what FROM changed"))
-
     def arrived(self, queue: str) -> dict[int, int]:
         """Return under how many ids each number has arrived."""
         with self.channel() as channel:
             while (got := channel.basic_get(queue, auto_ack=True))[0]:
                 self.found[queue][json.loads(got[2])["number"]].add(got[1].message_id)
         return {number: len(ids) for number, ids in self.found[queue].items()}
-
-    @contextmanager
-    def locked(self, lock: int) -> Iterator[Callable[[int], None]]:
-        """Hold a lock for which subscribers wait; yield a function that waits until so many do."""
-        waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND objid = %s"
-        address = make_url(self.database).set(drivername="postgresql").render_as_string(hide_password=False)
-        with closing(psycopg.connect(address, autocommit=True)) as connection:
-            connection.execute("SELECT pg_advisory_lock(%s)", [lock])
-            yield lambda count: wait_for(lambda: connection.execute(waiting, [lock]).fetchall() == [(count,)])
 
     def close(self) -> None:
         for process in self.running:
@@ -527,7 +514,7 @@ class Processes:
 def processes(url: str, vhost: str, tmp_path: Path) -> Iterator[Processes]:
     for table in TABLES:
         query(url, table)
-    made = Processes(url, vhost, tmp_path / "log")
+    made = Processes(url, vhost, tmp_path)
     yield made
     made.close()
 
