@@ -379,8 +379,10 @@ class _Exchange:
             head = [status, [[name.decode("latin-1"), value.decode("latin-1")] for name, value in kept]]
             self.unit.result = json.dumps(head).encode() + b"\n" + body
             try:
+                await self.owner.do(self.session.flush)  # else COMMIT would do it, whose errors say less
                 await self._end()
             except Exception as error:  # noqa: BLE001 - it is raised again, so that no background task runs
+                await self._end(error)
                 if status < HTTPStatus.BAD_REQUEST or not isinstance(error, TransactionEnded | exc.PendingRollbackError):
                     return await self._fail(error)
                 # The endpoint says itself that it has failed, and was rolled back.

@@ -29,6 +29,7 @@ IMPORTED = (
     *(f"kombu.{name}" for name in ("asynchronous", "transport.pyamqp", "transport.redis")),
 )
 BACKEND = os.environ.get("SHOP_BACKEND", "cache+memory://")
+
 app = Celery("shop", broker=os.environ.get("SHOP_BROKER", "memory://"), backend=BACKEND)
 app.conf.update(
     task_time_limit=30,

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Mapped, Session, declarative_base, mapped_column
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import StreamingResponse
 
@@ -39,6 +39,11 @@ TABLES = (
 )
 INSERT = text("INSERT INTO placed VALUES (:sku, :receipt)")
 WAIT = text("SELECT pg_advisory_xact_lock_shared(:lock)")
+
+
+class Once(declarative_base()):  # type: ignore[misc]
+    __tablename__ = "once"
+    sku: Mapped[str] = mapped_column(primary_key=True)
 
 
 class Order(BaseModel):
@@ -145,6 +150,8 @@ def make(url: str, *, limit: int = 100_000, wait: float = 1.5, inner: bool = Fal
         await claim.execute(INSERT, {"sku": order.sku, "receipt": "later"})
         if order.fault == "deferred":
             await claim.execute(text("INSERT INTO once VALUES ('taken'), ('taken')"))
+        if order.fault == "unflushed":
+            claim.add(Once(sku="longer than the column" * 3))
         response.status_code = order.status
         background.add_task(look, claim, unit)
 

@@ -164,12 +164,14 @@ def test_what_is_not_final_is_rolled_back(shop: Shop) -> None:
 @on_postgresql
 @pytest.mark.parametrize("shop", [{"limit": 500}], indirect=True)
 def test_what_cannot_be_committed(shop: Shop) -> None:
-    """A commit by the endpoint, an error that it has caught, an answer or a body that is too long, and a refused COMMIT."""
+    """A commit by the endpoint, an error that it has caught, an answer or a body that is too long, a refused COMMIT, and a refused flush."""
     for fault, status in (("commit", 500), ("caught", 500)):
         assert shop.post(key=fault, fault=fault).status_code == status
     assert shop.post(key="long", long=501).status_code == 500
     assert shop.post(key="long", sku="s" * 501).status_code == 413
-    assert shop.post("/later", "later", fault="deferred").status_code == 500
+    for fault in ("deferred", "unflushed"):
+        answer = shop.post("/later", "later", fault=fault)
+        assert (answer.status_code, answer.json()["detail"]) == (500, "this request failed, and nothing was done")
     assert (shop.claims(), shop.placed(), http_shop.passed) == (0, 0, [])  # no background task has run
     assert shop.post(key="commit").status_code == 201
 

@@ -147,7 +147,7 @@ def test_each_task_ends_once(make_shop: Callable[..., Shop], url: str, role: str
         both = [shop.send("pay", 8, 100, 1)]
         until(1)
         both.append(shop.send("pay", 8, 100, 1))
-        wait_for(lambda: b"is kept, and waits" in shop_log(shop))
+        wait_for(lambda: b"is kept, and waits" in shop.log.read_bytes())
     assert [shop.result(id) for id in both] == [[8, 100]] * 2
     # A result that no backend can store, of a task whose result nobody wants.
     shop.send("quiet", "quiet", ignore_result=True)
@@ -168,8 +168,8 @@ def test_each_task_ends_once(make_shop: Callable[..., Shop], url: str, role: str
     query(url, f"ALTER ROLE {role} NOLOGIN")
     end_sessions(url, role)
     away = [shop.send("work", f"away {number}", "delay") for number in range(6)]
-    seen = shop_log(shop).count(b"is kept, and waits")
-    wait_for(lambda: shop_log(shop).count(b"is kept, and waits") >= seen + 4)
+    seen = shop.log.read_bytes().count(b"is kept, and waits")
+    wait_for(lambda: shop.log.read_bytes().count(b"is kept, and waits") >= seen + 4)
     assert {shop.meta(id)["status"] for id in away} == {"PENDING"}
     query(url, f"ALTER ROLE {role} LOGIN")
     assert [shop.result(id) for id in away] == [f"away {number}:done" for number in range(6)]
@@ -186,10 +186,6 @@ def test_each_task_ends_once(make_shop: Callable[..., Shop], url: str, role: str
     assert shop.changed() == Counter(once)
     wait_for(lambda: len(shop.arrived()) == 8)
     assert set(shop.arrived().values()) == {1}
-
-
-def shop_log(shop: Shop) -> bytes:
-    return shop.log.read_bytes()
 
 
 @on_postgresql

@@ -44,7 +44,7 @@ def run() -> Iterator[Callable[[Path, list[str]], str]]:
 @pytest.mark.parametrize("fault", FAULTS if "IDEMP_TEST_EVERY" in os.environ else SOME.values(), ids=lambda fault: fault.path)
 def test_a_fault_is_caught(fault: Fault, run: Callable[[Path, list[str]], str], tmp_path: Path) -> None:
     for name in ("idemp", "tests", "alembic"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     source = tmp_path / "idemp" / fault.path
     text = source.read_text()
