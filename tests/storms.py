@@ -349,7 +349,7 @@ def run(
                     break
             if time.monotonic() - start > PATIENCE:
                 break
-            time.sleep(0.02)
+            time.sleep(0.05)
         running.close()
         return _judge(url, outside, messages, int(messages * DUPLICATES), killed, restarted, time.monotonic() - start)
 
@@ -381,6 +381,7 @@ def rage(
             server.start()
             restarted += 1
         workers.keep()
+        time.sleep(0.05)  # the questions above take the processor from the workers
     workers.stop()
     assert (killed, restarted) == (kills, restarts)
     return f"{total} handlings, {killed} kills, {restarted} restarts, {time.monotonic() - start:.1f} s"

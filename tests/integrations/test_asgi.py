@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -535,6 +536,7 @@ def test_servers_that_are_killed_under_load(server: Server) -> None:
                     answers[sku].add(answer.text)
                     return
                 assert answer.status_code == 409, answer.text
+            time.sleep(0.02)
 
     with server.restarted(), ThreadPoolExecutor(8) as threads:
         for _ in threads.map(deliver, todo):
