@@ -339,7 +339,7 @@ def run(
                 killed += 1
             if restarted < restarts * len(servers) and share >= (restarted + 1) / (restarts * len(servers) + 1):
                 server = servers[restarted % len(servers)]
-                server.kill() if restarted % 2 else server.stop()
+                server.stop() if restarted // len(servers) % 2 else server.kill()
                 server.start()
                 restarted += 1
             running.keep()

@@ -14,7 +14,7 @@ import pytest
 @pytest.mark.parametrize(
     ("storm", "messages", "restarts"),
     [
-        ("rabbitmq --database unwritten", 200, 4),
+        ("rabbitmq --database unwritten", 200, 2),
         ("rabbitmq --database mariadb", 200, 1),
         ("sql --pooler", 200, 1),
         ("activemq", 100, 1),

@@ -35,7 +35,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = float(os.environ.get
     while not condition():
         now = time.monotonic()
         assert now < deadline, "it did not happen"
-        time.sleep(min(max(0.005, 4 * (now - asked)), 0.05))
+        time.sleep(min(max(0.005, 4 * (now - asked)), 0.02))
         asked = time.monotonic()
 
 
