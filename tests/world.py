@@ -185,12 +185,11 @@ class World:
     def due(self) -> int:
         tables, now = self.database.tables, self.database.dialect.now
         message, pending = tables.message, tables.pending
-        with self.database.engine.connect() as connection:  # before the messages, which are made of these
-            late = (pending.c.due_at <= now, pending.c.quarantined_at.is_(None))
-            outputs = connection.execute(select(func.count()).where(*late)).scalar_one()
         with self.database.queue_engine.connect() as connection:
             rows = connection.execute(select(func.count()).where(message.c.queue == QUEUE, message.c.due_at <= now)).scalar_one()
-        return int(outputs + rows)
+        with self.database.engine.connect() as connection:
+            late = (pending.c.due_at <= now, pending.c.quarantined_at.is_(None))
+            return int(rows + connection.execute(select(func.count()).where(*late)).scalar_one())
 
     def effects(self) -> dict[str, int]:
         with self.database.engine.connect() as connection:

@@ -757,7 +757,7 @@ def test_tasks_run_once(shop: Shop) -> None:
 
     def waiting() -> list[Any]:
         message, pending = shop.database.tables.message, shop.database.tables.pending
-        with shop.database.engine.connect() as own:  # before the messages: the relay thread makes such of these
+        with shop.database.engine.connect() as own:  # first: the relay thread makes messages of these
             outputs = own.execute(select(pending.c.output_id)).all()
         with shop.database.queue_engine.connect() as own:
             rows = own.execute(select(message.c.id).where(message.c.queue == "tasks", message.c.due_at.is_not(None))).all()
