@@ -143,22 +143,22 @@ def begin(new_url: Callable[[], str], shop: Callable[[], ModuleType]) -> Iterato
 def test_each_effect_has_one_id_wherever_the_process_dies(
     begin: Callable[..., Shop], mailbox: Mailbox, provider: type[Provider]
 ) -> None:
-    calm, world = CrashPoints(), begin()
-    assert not world.crash(calm)
-    assert (len(mailbox.mails), len(provider.asked)) == (1, 1)
-    for at, _ in some(calm.names, 2):
+    for at in some(2):
         mailbox.mails.clear()
         provider.payments.clear()
         provider.asked.clear()
-        world = begin()
-        assert world.crash(CrashPoints(at))
+        world, points = begin(), CrashPoints(at)
+        name = points.names[at] if world.crash(points) else ""
         world.recover()
         (mail,) = set(mailbox.mails)
         assert mail[1:] == ("ada@example.org", "Your order 7")
         assert list(provider.payments.values()) == [{"order": 7, "cents": 500}]
-        assert max(len(mailbox.mails), len(provider.asked)) <= 2, calm.names[at]
+        assert max(len(mailbox.mails), len(provider.asked)) <= (2 if name else 1), name
         assert (world.rows(), world.dead()) == ([], [])
         world.close()
+        if not name:
+            break
+    assert at > 10
 
 
 def test_what_another_attempt_does_not_change_is_a_dead_letter(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -30,7 +28,7 @@ from idemp.testing.conformance import output
 from idemp.worker import Worker
 from tests.servers.activemq import Activemq
 from tests.servers.proxy import Proxy
-from tests.test_kills import insert_send_and_fail_once, processes, some
+from tests.test_kills import insert_send_and_fail_once, run_until, some
 from tests.world import SINK, Order, Shipped, World
 
 pytestmark = pytest.mark.slow
@@ -239,11 +237,10 @@ def settled(world: World) -> bool:
     return (len(world.effects()), world.pending(), world.rows("stock")) == (2, 2, [])
 
 
-def run_to_the_end(url: str, broker_url: str, points: CrashPoints | None = None) -> None:
+def run_to_the_end(points: CrashPoints, url: str, broker_url: str) -> None:
     app = App("stock", settings=Settings(database_url=url, broker_url=broker_url))
     app.handler(Order, policy=Idempotent(key="order_id", retry=Retry(attempts=3, delays=(0.0,))))(insert_send_and_fail_once)
-    if points is not None:
-        app.process.opened = points.wrap_adapters(app.adapters())
+    app.process.opened = points.wrap_adapters(app.adapters())
     worker, idle, world = Worker(app), 0, World(url)
     worker.upkeep()
     while idle < 3 or not settled(world):
@@ -255,24 +252,12 @@ def run_to_the_end(url: str, broker_url: str, points: CrashPoints | None = None)
     app.close()
 
 
-def work_and_die(url: str, broker_url: str, at: int | None, names: Any) -> None:
-    """The body of a process."""
-
-    def kill(name: str) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    points = CrashPoints(at, kill)
-    run_to_the_end(url, broker_url, points)
-    names.put(points.names)
-
-
 def test_a_process_is_killed_at_each_crash_point(url: str, new_url: Callable[[], str]) -> None:
-    broker, names = ActivemqBroker(url), processes.SimpleQueue()
+    broker = ActivemqBroker(url)
     for queue in ("stock", SINK):
         broker.declare(queue, [])
     received(broker, SINK)
-
-    def run(at: int | None) -> World:
+    for at in some(15):
         world = World(new_url())
         publisher = broker.publisher()
         sent = [
@@ -281,24 +266,15 @@ def test_a_process_is_killed_at_each_crash_point(url: str, new_url: Callable[[],
         ]
         assert publisher.publish(sent, 10.0) == [None] * 3
         publisher.close()
-        process = processes.Process(target=work_and_die, args=(world.url, url, at, names))
-        process.start()
-        process.join(120)
-        assert process.exitcode == (0 if at is None else -signal.SIGKILL)
-        return world
-
-    run(None).close()
-    found = names.get()
-    received(broker, SINK)
-    assert len(found) > 30
-    for at, name in some(found, 15):
-        world = run(at)
+        name = run_until(at, run_to_the_end, world.url, url)
         world.pass_time(60)
-        run_to_the_end(world.url, url)
+        run_to_the_end(CrashPoints(), world.url, url)
         outputs = {(each.body, each.properties["message_id"]) for each in received(broker, SINK)}
         assert world.effects() == {"1": 1, "2": 1}, name
         bodies = Counter(body for body, _ in outputs)  # once under each id
         assert bodies == {encode(Shipped(order_id=id, part=part)): 1 for id in "12" for part in (0, 1)}, name
         assert (world.rows("stock"), world.pending()) == ([], 2), name  # the delayed ones
         world.close()
-    names.close()
+        if not name:
+            break
+    assert at > 30

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,7 +25,7 @@ from idemp.testing.app import let_pass
 from idemp.testing.homes import HomeConformance
 from idemp.worker import RelayProcess, Worker
 from tests.prepared import SINK, TYPE, Shop, metadata, order
-from tests.test_kills import processes, some
+from tests.test_kills import run_until, some, watch
 from tests.world import Order
 
 KINDS = ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.slow)]
@@ -553,54 +551,21 @@ STEPS = {
 }
 
 
-def live(url: str, shop_url: str, story: str, at: int | None, names: Any) -> None:
+def live(points: CrashPoints, url: str, shop_url: str, story: str) -> None:
     """The body of a process: a producer, or a checker."""
-
-    def kill(name: str) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    points, shop = CrashPoints(at, kill), Shop(url, shop_url)
-    for owner, steps in STEPS.items():
-        for step in steps:
-            setattr(owner, step, pointed(points, step, getattr(owner, step)))
+    shop = Shop(url, shop_url)
+    watch(points, STEPS)
     if story == "produce":
         event.listen(shop.barrier._database._short, "commit", lambda connection: points.reached("commit"))
         shop.place("1")
     else:
         shop.messages.check()
-    names.put(points.names)
-
-
-def pointed(points: CrashPoints, step: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        points.reached(f"{step} before")
-        result = function(*args, **options)
-        points.reached(f"{step} after")
-        return result
-
-    return call
 
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("mariadb", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("story", ["produce", "check"])
 def test_a_process_is_killed_at_each_step(begin: Callable[..., Shop], url: str, shop_url: str, story: str) -> None:
-    shop, names = begin(), processes.SimpleQueue()
-
-    def run(at: int | None) -> list[str]:
-        if story == "check":  # a producer has died behind its COMMIT
-            with shop.engine.begin() as connection:
-                key = f"c{at}"
-                preparation = shop.messages.prepare({"order_id": key}, to=SINK, type=TYPE, key=key)
-                preparation.__enter__()
-                preparation.pass_barrier(connection)
-                connection.execute(order.insert(), {"id": key})
-            let_pass(shop.database, 61)
-        process = processes.Process(target=live, args=(url, shop_url, story, at, names))
-        process.start()
-        found: list[str] = names.get() if at is None else []
-        process.join(60)
-        assert process.exitcode == (0 if at is None else -signal.SIGKILL)
-        return found
+    shop = begin()
 
     def reset() -> None:
         with shop.engine.begin() as connection:
@@ -612,14 +577,22 @@ def test_a_process_is_killed_at_each_step(begin: Callable[..., Shop], url: str, 
         with shop.database.short(queues=True) as connection:
             connection.execute(tables.message.delete())
 
-    found = run(None)
-    assert len(found) > 8
-    for at, name in some(found, 2):
+    for at in some(2):
         reset()
-        run(at)
+        if story == "check":  # a producer has died behind its COMMIT
+            with shop.engine.begin() as connection:
+                key = f"c{at}"
+                preparation = shop.messages.prepare({"order_id": key}, to=SINK, type=TYPE, key=key)
+                preparation.__enter__()
+                preparation.pass_barrier(connection)
+                connection.execute(order.insert(), {"id": key})
+            let_pass(shop.database, 61)
+        name = run_until(at, live, url, shop_url, story)
         shop.relay()
         assert shop.orders() == list(shop.published()), name
         assert all(len(ids) == 1 for ids in shop.published().values()), name
         assert shop.waiting() == 0, name
         assert story == "produce" or len(shop.orders()) == 1
-    names.close()
+        if not name:
+            break
+    assert at > 8

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -24,9 +22,9 @@ from idemp.sql.broker import SqlBroker
 from idemp.testing import CrashPoints
 from idemp.testing.homes import HomeConformance
 from tests.prepared import SINK, TYPE, Shop, order
-from tests.prepared.test_prepared import STEPS, Oracle, pointed
+from tests.prepared.test_prepared import STEPS, Oracle
 from tests.servers.moto import Moto, client
-from tests.test_kills import processes, some
+from tests.test_kills import run_until, some, watch
 from tests.worker.test_loop import wait_for
 
 pytestmark = pytest.mark.slow
@@ -162,24 +160,17 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 WAIT = 1
 
 
-def live(url: str, shop_url: str, queues: tuple[str, str], story: str, at: int | None, names: Any) -> None:
+def live(points: CrashPoints, url: str, shop_url: str, queues: tuple[str, str], story: str, key: str) -> None:
     """The body of a process: a producer, or a checker."""
-
-    def kill(name: str) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     sqs.LEASE = WAIT
-    points, home = CrashPoints(at, kill), SqsHome(queues[0], client(queues[1]))
+    home = SqsHome(queues[0], client(queues[1]))
     shop = Shop(url, shop_url, home=home, check_after=WAIT)
-    for owner, steps in {**STEPS, SqsHome: ("prepare", "lease", "end")}.items():
-        for step in steps:
-            setattr(owner, step, pointed(points, step, getattr(owner, step)))
+    watch(points, {**STEPS, SqsHome: ("prepare", "lease", "end")})
     if story == "produce":
-        shop.place(f"key {at}")
+        shop.place(key)
     else:
         wait_for(lambda: count(shop, ""))
         shop.messages.check()
-    names.put(points.names)
 
 
 @pytest.mark.parametrize("story", ["produce", "check"])
@@ -187,9 +178,8 @@ def test_a_process_is_killed_at_each_step(
     begin: Callable[..., Shop], moto: str, url: str, tmp_path: Path, story: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqs, "LEASE", WAIT)
-    names, shop_url = processes.SimpleQueue(), f"sqlite:///{tmp_path}/shop.db"
-
-    def run(at: int | None) -> tuple[Shop, list[str]]:
+    shop_url = f"sqlite:///{tmp_path}/shop.db"
+    for at in some(4):
         home = SqsHome(f"{story}-{at}", client(moto))
         home.create()
         shop = begin(home=home, check_after=WAIT)
@@ -200,24 +190,14 @@ def test_a_process_is_killed_at_each_step(
                 preparation.__enter__()
                 preparation.pass_barrier(connection)
                 connection.execute(order.insert(), {"id": key})
-        process = processes.Process(
-            target=live, args=(url, shop_url, (home.names[0].removesuffix("-prepared"), moto), story, at, names)
-        )
-        process.start()
-        found: list[str] = names.get() if at is None else []
-        process.join(60)
-        assert process.exitcode == (0 if at is None else -signal.SIGKILL)
-        return shop, found
-
-    _, found = run(None)
-    assert len(found) > 5
-    for at, name in some(found, 4):
-        shop, _ = run(at)
+        name = run_until(at, live, url, shop_url, (home.names[0].removesuffix("-prepared"), moto), story, key)
         for _ in range(2):  # it may look between a delay and its end
             wait_for(partial(done, shop))
-        assert (f"key {at}" in shop.orders()) == (f"key {at}" in shop.published()), name
+        assert (key in shop.orders()) == (key in shop.published()), name
         assert all(len(ids) == 1 for ids in shop.published().values()), name
-    names.close()
+        if not name:
+            break
+    assert at > 5
 
 
 def done(shop: Shop) -> bool:

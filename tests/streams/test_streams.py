@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,9 +23,8 @@ from idemp.streams.streams import StreamStore
 from idemp.testing import CrashPoints, StoreConformance
 from idemp.testing.app import busy, let_pass, step
 from idemp.worker import Worker
-from tests.prepared.test_prepared import pointed
 from tests.streams import AUDIT, QUEUE, VERSION, Move, Moved, balance, bank
-from tests.test_kills import run_until, some
+from tests.test_kills import run_until, some, watch
 
 every_kind = pytest.mark.parametrize(
     "kind", ["sqlite", "postgresql", pytest.param("mariadb", marks=pytest.mark.slow)], indirect=True
@@ -275,30 +272,23 @@ STEPS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def live(url: str, at: int | None, names: Any) -> None:
+def live(points: CrashPoints, url: str) -> None:
     """The body of a process."""
-
-    def kill(name: str) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    points, bank = CrashPoints(at, kill), Bank(url)
-    for owner, steps in STEPS.items():
-        for each in steps:
-            setattr(owner, each, pointed(points, each, getattr(owner, each)))
+    bank = Bank(url)
+    watch(points, STEPS)
     bank.work()
-    names.put(points.names)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
 def test_a_process_is_killed_at_each_step(begin: Callable[[], Bank], url: str) -> None:
     bank = begin()
-    bank.send((1000, 1), (1000, 1))
-    found = run_until(None, live, url)
-    assert len(found) > 8
-    for count, (at, name) in enumerate(some(found, 3), 2):
+    for count, at in enumerate(some(3), 1):
         bank.send((at, 1), (at, 1))
-        run_until(at, live, url)
+        name = run_until(at, live, url)
         let_pass(bank.database, 60)
         bank.work()
         assert bank.events() == [(number, 1) for number in range(1, count + 1)], name
         assert (len(bank.heard()), max(map(len, bank.heard().values()))) == (count, 1), name
+        if not name:
+            break
+    assert at > 8
