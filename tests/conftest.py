@@ -46,8 +46,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest tests, for which the other processes would wait in the end."""
-    items.sort(key=lambda item: not item.name.startswith(LONGEST))
+    """Begin with those of Spark, so that one process has them all, and one JVM; then the longest, for which others would wait."""
+    items.sort(key=lambda item: ("spark" not in getattr(item, "fixturenames", ()), not item.name.startswith(LONGEST)))
 
 
 @pytest.fixture

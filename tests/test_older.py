@@ -31,7 +31,7 @@ def test_the_oldest_sqlalchemy_keeps_the_promises() -> None:
         "pytest",
         "-q",
         "-n",
-        "2",
+        "0",
         "-m",
         "not slow",
         "-k",

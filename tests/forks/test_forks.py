@@ -32,7 +32,7 @@ from tests.forks import OWN, QUEUE, SINK, metadata
 from tests.servers.databases import query
 from tests.servers.process import free_port
 
-IDS, KILLS, PATIENCE = 1_000, 4, 120.0
+IDS, KILLS, PATIENCE = 500, 4, 120.0
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 

@@ -42,7 +42,7 @@ __all__ = ["broker", "make_shop", "role"]
 
 TASKS = "tests.integrations.celery_tasks"
 TOGETHER, WORKERS = 12, 4  # tasks under way, and the workers that are killed at once
-ROUNDS = {"rabbitmq": 5, "redis": 2}
+ROUNDS = {"rabbitmq": 3, "redis": 2}
 VISIBILITY = 8  # seconds, after which Redis delivers again what a killed worker had
 
 
