@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -48,6 +49,14 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with those of Spark, so that one process has them all, and one JVM; then the longest, for which others would wait."""
     items.sort(key=lambda item: ("spark" not in getattr(item, "fixturenames", ()), not item.name.startswith(LONGEST)))
+
+
+@pytest.fixture(autouse=True)
+def _levels() -> Iterator[None]:
+    """A test that changed what is logged would fail the later ones in its process that look for a line."""
+    before = [each.level for each in (logging.root, logging.getLogger("idemp"))]
+    yield
+    assert [each.level for each in (logging.root, logging.getLogger("idemp"))] == before
 
 
 @pytest.fixture

@@ -446,10 +446,11 @@ def test_eager_tasks_are_claimed_as_others_are(eager: SimpleNamespace, url: str)
 @on_postgresql
 def test_a_worker_in_a_thread_of_a_test(eager: SimpleNamespace, url: str) -> None:
     eager.app.conf.update(broker_transport_options={"polling_interval": 0.02}, worker_hijack_root_logger=False)
-    with start_worker(eager.app, perform_ping_check=False, shutdown_timeout=30):
+    quiet = {"perform_ping_check": False, "loglevel": "WARNING"}  # by default the root logger's, and for good, is ERROR
+    with start_worker(eager.app, shutdown_timeout=30, **quiet):
         assert eager.pay.delay(7).get(timeout=30) == [7, 100]
         wait_for(lambda: "pack 7" in eager.runs)
     assert eager.runs == ["pay 7", "pack 7"]
     eager.app.conf.task_protocol = 1
-    with pytest.raises(ConfigurationError, match="task_protocol"), start_worker(eager.app, perform_ping_check=False):
+    with pytest.raises(ConfigurationError, match="task_protocol"), start_worker(eager.app, **quiet):
         pass

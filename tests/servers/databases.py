@@ -11,8 +11,8 @@ import psycopg
 import pymysql
 from sqlalchemy import URL, make_url
 
-LOST = (psycopg.OperationalError, pymysql.err.OperationalError, pymysql.err.InterfaceError)
-"""What clients raise while a server is away."""
+LOST = (psycopg.OperationalError, pymysql.OperationalError, pymysql.InterfaceError)
+"""What clients raise while a server is away. Never by `pymysql.err`: of Django, which imports it anew as `MySQLdb.err`, it is another one."""
 
 
 def query(url: str, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
@@ -63,15 +63,21 @@ def drop_database(url: str) -> None:
         server = made.set(database="postgres").render_as_string(hide_password=False)
         query(server, f"DROP DATABASE {made.database} WITH (FORCE)")
         return
-    with closing(_connect(made)) as connection, connection.cursor() as cursor:
-        cursor.execute("SELECT id FROM information_schema.processlist WHERE db = %s AND id <> CONNECTION_ID()", (made.database,))
+    end_connections(url, "db", made.database or "")
+    query(url, f"DROP DATABASE {made.database}")
+
+
+def end_connections(url: str, column: str, value: str) -> None:
+    """End the other connections of a database or a user: `db` or `user` in the list of processes of MariaDB."""
+    wanted = f"SELECT id FROM information_schema.processlist WHERE {column} = %s AND id <> CONNECTION_ID()"
+    with closing(_connect(make_url(url))) as connection, connection.cursor() as cursor:
+        cursor.execute(wanted, (value,))
         for (number,) in cursor.fetchall():
             try:
                 cursor.execute(f"KILL {number}")
-            except pymysql.err.MySQLError as error:
+            except pymysql.MySQLError as error:
                 if error.args[0] != 1094:  # it has ended
                     raise
-        cursor.execute(f"DROP DATABASE {made.database}")
 
 
 def _connect(url: URL) -> pymysql.Connection[Any]:

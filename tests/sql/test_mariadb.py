@@ -26,7 +26,7 @@ from idemp.sql.engine import Database
 from idemp.sql.scheduler import SqlScheduler
 from idemp.sql.schema import upgrade
 from idemp.sql.store import SqlStore
-from tests.servers.databases import create_database, query
+from tests.servers.databases import create_database, end_connections, query
 from tests.servers.mariadb import Mariadb
 from tests.worker.test_loop import wait_for
 from tests.world import Order, World, insert_and_send
@@ -50,11 +50,6 @@ def worker_of(url: str) -> Iterator[str]:
         query(url, f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO {name}")
     yield name
     query(url, f"DROP USER {name}")
-
-
-def end_sessions(url: str, user: str) -> None:
-    for (number,) in query(url, "SELECT id FROM information_schema.processlist WHERE user = %s", user):
-        query(url, f"KILL {number}")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +92,7 @@ def pauses_and_resumes(url: str, user: str, begin: str, end: str, caplog: pytest
     owner.send("1", "2", "3")
     query(url, begin.format(user=user))
     try:
-        end_sessions(url, user)
+        end_connections(url, "user", user)
         for _ in range(3):
             worker.step(poll=0.0)
         assert owner.effects() == {"0": 1}
