@@ -302,16 +302,17 @@ def suspect(world: World, id: str, deaths: int = 2) -> None:
 def test_what_has_ended_two_processes_runs_alone_and_what_has_ended_one_does_not(running: Running) -> None:
     now: set[str] = set()
     beside: dict[str, set[str]] = {}
+    met: dict[str, asyncio.Event] = {}
 
     async def handle(message: Order, ctx: AsyncContext) -> None:
         id = message.order_id
-        beside[id] = set(now)
+        beside[id], met[id] = set(now), asyncio.Event()
         for other in now:
             beside[other].add(id)
+            met[other].set()
+            met[id].set()
         now.add(id)
-        await asyncio.sleep(0.02)
-        while id.startswith("once") and not beside[id]:  # another one is on its way
-            await asyncio.sleep(0.02)
+        await (met[id].wait() if id.startswith("once") else asyncio.sleep(0.02))
         now.remove(id)
         await insert(message, ctx)
 
