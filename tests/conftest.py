@@ -54,9 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _levels() -> Iterator[None]:
     """A test that changed what is logged would fail the later ones in its process that look for a line."""
-    before = [each.level for each in (logging.root, logging.getLogger("idemp"))]
+    loggers = (logging.root, logging.getLogger("idemp"))
+    before = [each.level for each in loggers]
     yield
-    assert [each.level for each in (logging.root, logging.getLogger("idemp"))] == before
+    assert [each.level for each in loggers] == before
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from idemp.handling import batches
 from idemp.messages import Delivery
 from idemp.sql.broker import SqlBroker
 from idemp.sql.records.failures import DeadLetters
-from idemp.testing import CrashPoints
 from tests.test_kills import some
 from tests.world import QUEUE, SINK, Order, Shipped, World, effect, insert_and_send, unique
 
@@ -248,11 +247,11 @@ def test_a_lost_answer_to_commit_is_resolved_in_parts(world: World, committed: b
 @pytest.mark.parametrize("lists", [False, True])
 def test_effects_happen_once_at_every_crash_point(world: World, new_url: Any, kind: str, lists: bool) -> None:
     for at in some(2 if kind == "sqlite" else 3):
-        new, points = World(new_url(), policy=world.policy), CrashPoints(at)
+        new = World(new_url(), policy=world.policy)
         if lists:
             take_lists(new, insert_and_send_all)
         new.send("0", "1", "2", "2", "3")
-        name = points.names[at] if new.crash(points) else ""
+        name = new.crash(at)
         new.recover()
         assert new.effects() == handled("0", "1", "2", "3"), name
         sent = new.sent()

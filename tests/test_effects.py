@@ -19,7 +19,6 @@ from aiosmtpd.controller import Controller
 
 from idemp.process import Process
 from idemp.sql.records.failures import DeadLetters
-from idemp.testing import CrashPoints
 from tests.servers.process import free_port
 from tests.test_kills import some
 from tests.world import World
@@ -147,8 +146,8 @@ def test_each_effect_has_one_id_wherever_the_process_dies(
         mailbox.mails.clear()
         provider.payments.clear()
         provider.asked.clear()
-        world, points = begin(), CrashPoints(at)
-        name = points.names[at] if world.crash(points) else ""
+        world = begin()
+        name = world.crash(at)
         world.recover()
         (mail,) = set(mailbox.mails)
         assert mail[1:] == ("ada@example.org", "Your order 7")

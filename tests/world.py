@@ -163,13 +163,15 @@ class World:
             step(worker, relay=relay)
         assert not self.due(), "something is still due"
 
-    def crash(self, points: CrashPoints, *, relay: bool = True) -> bool:
-        """Let a process run until it crashes; return whether it did. Nothing is closed."""
+    def crash(self, at: int) -> str:
+        """Let a process crash at a point; return the name of the point, or "" if it has ended before it. Nothing is closed."""
+        points = CrashPoints(at)
         try:
-            self.work(self.worker(points), relay=relay)
-        except Crash:
-            return True
-        return False
+            self.work(self.worker(points))
+        except Crash as crash:
+            return str(crash)
+        assert len(points.names) <= at, f"the crash at {points.names[at]} was swallowed"
+        return ""
 
     def recover(self, seconds: float = 60) -> None:
         """Let leases and graces run out, and another process do the rest; the same one, if there is more later."""

@@ -108,9 +108,9 @@ def test_a_small_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.mark.slow
 def test_the_demo_keeps_the_promises(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("demo", "--json", "--seed", "1", "--messages", "1000", "--kills", "10") == Exit.OK
+    assert run("demo", "--json", "--seed", "1") == Exit.OK
     report = json.loads(capsys.readouterr().out)
-    assert (report["messages"], report["copies"], report["kills"], report["kept"]) == (1000, 200, 10, True)
+    assert (report["messages"], report["copies"], report["kills"], report["kept"]) == (2000, 400, 20, True)
 
 
 def test_importing_idemp_loads_no_database_and_no_broker() -> None:

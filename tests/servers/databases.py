@@ -12,7 +12,7 @@ import pymysql
 from sqlalchemy import URL, make_url
 
 LOST = (psycopg.OperationalError, pymysql.OperationalError, pymysql.InterfaceError)
-"""What clients raise while a server is away. Never by `pymysql.err`: of Django, which imports it anew as `MySQLdb.err`, it is another one."""
+"""What clients raise while a server is away. `pymysql.err` may be another module: Django imports it again, as `MySQLdb.err`."""
 
 
 def query(url: str, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
@@ -68,7 +68,7 @@ def drop_database(url: str) -> None:
 
 
 def end_connections(url: str, column: str, value: str) -> None:
-    """End the other connections of a database or a user: `db` or `user` in the list of processes of MariaDB."""
+    """End all other connections to MariaDB that have a value in a column of its list, `db` or `user`."""
     wanted = f"SELECT id FROM information_schema.processlist WHERE {column} = %s AND id <> CONNECTION_ID()"
     with closing(_connect(make_url(url))) as connection, connection.cursor() as cursor:
         cursor.execute(wanted, (value,))
