@@ -17,7 +17,7 @@ from idemp.spark.columns import BESIDE_A_BODY, EVENT, Columns
 from idemp.spark.session import GivenUp, given_up
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = ["read_files"]
 
@@ -207,8 +207,9 @@ def _csv(spark: SparkSession, path: str, columns: Columns, options: dict[str, st
     """Return rows with cells as text. A file with another order of columns, or with fewer of them, is read by its own names."""
     from pyspark.sql import functions as f
 
+    options = {name.lower(): value for name, value in options.items()}  # Spark reads them in any case
     # By default, Spark keeps doubled quotes and cuts cells at line breaks.
-    options = {"header": "true", "escape": '"', "multiLine": "true", **options}
+    options = {"header": "true", "quote": '"', "escape": options.get("quote", '"'), "multiline": "true", **options}
     partitions, by_line = _files_by_first_line(spark, path, options)
     names = {files[0]: _names(spark, files[0], options, partitions) for files in by_line.values()}
     most = max(names, key=lambda file: len(names[file]))
@@ -221,7 +222,7 @@ def _csv(spark: SparkSession, path: str, columns: Columns, options: dict[str, st
     messages = []
     for line, files in by_line.items():
         # Spark checks each first line, and refuses an empty name. The lines are equal, unless a name has a line break.
-        checks = {"enforceSchema": str(line.count('"') % 2 == 0).lower()}
+        checks = {"enforceschema": str(line.count(options["quote"] or '"') % 2 == 0).lower()}
         schema = ", ".join(f"`{name.replace('`', '``')}` string" for name in (*names[files[0]], CORRUPT))
         rows = spark.read.options(**{**checks, **options}, columnNameOfCorruptRecord=CORRUPT).schema(schema).csv(path)
         if len(by_line) > 1:
@@ -237,45 +238,69 @@ def _files_by_first_line(spark: SparkSession, path: str, options: Mapping[str, s
     """
     from pyspark.sql import functions as f
 
-    lines = spark.read.options(**options).text(path)
+    lines = _lines(spark, path, options)
     begins = (f.col("_metadata.file_block_start") == 0) & f.expr(NOT_BLANK)
     first = lines.where(begins).select("value").head()
     if first is None:
         raise ConfigurationError(
             f"{path} has only empty files, so nothing was read: the first line of CSV has the names of columns"
         )
-    number, marks = f.when(begins, f.monotonically_increasing_id()), f.expr("length(value) - length(replace(value, '\"', ''))")
+    number, marks = f.when(begins, f.monotonically_increasing_id()), _marks(options)
     rows = lines.select(
         f.col("_metadata.file_path").alias("file"), marks.alias("marks"), number.alias("number"),
         f.when(f.col("value") == first[0], number).alias("same"),
     )  # fmt: skip
-    odd = f.sum("marks") % 2 if options["multiLine"].lower() == "true" else f.max(f.col("marks") % 2)
+    odd = f.sum("marks") % 2 if options["multiline"].lower() == "true" else f.max(f.col("marks") % 2)
     by_line: dict[str, list[str]] = {}
     for file, is_odd, number_of_first, same in rows.groupBy("file").agg(odd, f.min("number"), f.min("same")).collect():
+        if number_of_first is None:
+            continue
+        line = first[0] if same == number_of_first else _lines(spark, _escaped(file), options).where(NOT_BLANK).head()[0]
+        named = options["header"].lower() == "true"
+        if named or is_odd:
+            _check_text(file, line)
         if is_odd:
             raise ConfigurationError(
                 f"{unquote(file)} has an unbalanced quotation mark, so rows would be read as one cell: correct the file; nothing "
                 "was read"
             )
-        if number_of_first is None:
-            continue
-        line = first[0]
-        if options["header"].lower() != "true":
-            line = ""  # all files have the names that Spark gives to columns
-        elif same != number_of_first:
-            line = spark.read.text(_escaped(file)).where(NOT_BLANK).head()[0]
-        by_line.setdefault(line, []).append(file)
+        # Without a line of names, all files have the names that Spark gives to columns.
+        by_line.setdefault(line if named else "", []).append(file)
     return lines.columns[1:], by_line
+
+
+def _lines(spark: SparkSession, path: str, options: Mapping[str, str]) -> DataFrame:
+    """Return the lines of files as text, in the encoding that was named, before anything is taken for a cell."""
+    if options.get("encoding", options.get("charset", "UTF-8")).upper() in ("UTF-8", "UTF8"):
+        return spark.read.options(**options).text(path)
+    whole = {"header": "false", "sep": "\x01", "quote": "", "comment": ""}  # a character that is not in text
+    return spark.read.options(**{**options, **whole}).schema("value string").csv(path)
+
+
+def _marks(options: Mapping[str, str]) -> Column:
+    """Return how many quotation marks a line has that begin or end a cell, or half of a doubled one."""
+    from pyspark.sql import functions as f
+
+    quote, escape, text = options["quote"], options["escape"], f.col("value")
+    for pair in (escape * 2, escape + quote) if escape else ():
+        text = f.replace(text, f.lit(pair), f.lit(""))
+    # Octets: Spark counts characters by their first octets, and text that is not UTF-8 would hide the marks behind them.
+    return f.octet_length(f.replace(text, f.lit(quote), f.lit(f"{quote}."))) - f.octet_length(text)
 
 
 def _names(spark: SparkSession, file: str, options: Mapping[str, str], partitions: list[str]) -> list[str]:
     names = spark.read.options(**options).csv(_escaped(file)).columns
-    if any(REPLACED in name or "\0" in name for name in names):
+    _check_text(file, "".join(names))
+    return [*names, *(name for name in partitions if name not in names)]
+
+
+def _check_text(file: str, begin: str) -> None:
+    """Refuse a file that is compressed, or in another encoding: what would be said of its names and marks would be wrong."""
+    if REPLACED in begin or "\0" in begin:
         raise ConfigurationError(
-            f"{unquote(file)} does not begin with names in UTF-8, so nothing was read: name its encoding, such as "
+            f"{unquote(file)} does not begin with text in UTF-8, so nothing was read: name its encoding, such as "
             "--option encoding=UTF-16, or give a compressed file the ending of its format, such as .gz"
         )
-    return [*names, *(name for name in partitions if name not in names)]
 
 
 def _escaped(file: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from idemp import ConfigurationError
+from idemp.bulk.lines import REPLACED
 from tests.spark.conftest import Shop, parked
 
 if TYPE_CHECKING:
@@ -236,11 +237,40 @@ def test_files_of_csv_are_read_by_their_own_names_or_refused(spark: SparkSession
     for path, said in (
         (write(tmp_path / "zero.csv", ""), "zero.csv has only empty files"),
         (tmp_path / "other", "b.csv has the columns 3, 4, and .*a.csv has id, n"),
-        (utf_16, "u.csv does not begin with names in UTF-8"),
-        (write(tmp_path / "packed.csv", gzip.compress(b"id\n1\n")), "packed.csv does not begin with names.* such as .gz"),
+        (utf_16, "u.csv does not begin with text in UTF-8"),
+        (
+            write(tmp_path / "packed.csv", gzip.compress(b"id\n1\n", mtime=0x22)),
+            "packed.csv does not begin with text.* such as .gz",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=said):
             found(spark, path, "csv")
+
+
+@pytest.mark.parametrize(
+    ("octets", "options", "names"),
+    [
+        ('id,n\n1,"é"\n2,x\n'.encode("latin-1"), {"encoding": "ISO-8859-1"}, ["é", "x"]),
+        ('id,n\n1,∞\n2,"x"\n'.encode("utf-16-le"), {"charset": "UTF-16LE"}, ["∞", "x"]),
+        (b'id,n\n1,"a\\"b"\n2,x\n', {"escape": "\\"}, ['a"b', "x"]),
+        (b"id,n\n1,'5\"'\n2,'o''c'\n", {"QUOTE": "'"}, ['5"', "o'c"]),
+        (b'id,n\n1,"\xe9"\n2,x\n', {}, [None, "x"]),
+        ('id,n\n1,"é\n2,x\n'.encode("latin-1"), {"encoding": "ISO-8859-1"}, None),
+        ('id,n\n1,"∞\n2,x\n'.encode("utf-16"), {"encoding": "UTF-16"}, None),
+        (b"id,n\n1,'5\"\n2,x\n", {"QUOTE": "'"}, None),
+    ],
+    ids=["latin", "wide", "escaped", "another mark", "not UTF-8", "open in latin", "open in wide", "another mark, open"],
+)
+def test_quotation_marks_are_counted_as_csv_has_them(
+    spark: SparkSession, tmp_path: Path, octets: bytes, options: dict[str, str], names: list[str | None] | None
+) -> None:
+    file = write(tmp_path / "a.csv", octets)
+    if names is None:
+        with pytest.raises(ConfigurationError, match=r"a\.csv has an unbalanced quotation mark"):
+            found(spark, file, "csv", **options)
+        return
+    rows = found(spark, file, "csv", **options)
+    assert [None if body.startswith(REPLACED.encode()) else json.loads(body)["n"] for _, body in sorted(rows.items())] == names
 
 
 def test_blank_lines_hold_nothing_and_packed_lines_are_read(spark: SparkSession, tmp_path: Path) -> None:
