@@ -278,13 +278,13 @@ def _lines(spark: SparkSession, path: str, options: Mapping[str, str]) -> DataFr
 
 
 def _marks(options: Mapping[str, str]) -> Column:
-    """Return how many quotation marks a line has that begin or end a cell, or half of a doubled one."""
+    """Return how many quotation marks a line has, without those behind another character that escapes them."""
     from pyspark.sql import functions as f
 
     quote, escape, text = options["quote"], options["escape"], f.col("value")
-    for pair in (escape * 2, escape + quote) if escape else ():
+    for pair in () if escape in ("", quote) else (escape * 2, escape + quote):
         text = f.replace(text, f.lit(pair), f.lit(""))
-    # Octets: Spark counts characters by their first octets, and text that is not UTF-8 would hide the marks behind them.
+    # Octets: Spark counts characters by their first octets, and in text that is not UTF-8, one would hide the marks behind it.
     return f.octet_length(f.replace(text, f.lit(quote), f.lit(f"{quote}."))) - f.octet_length(text)
 
 
