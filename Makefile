@@ -4,6 +4,8 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Where an environment forbids Python to keep what it compiled, each process of the tests would compile all of them again.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
