@@ -4,9 +4,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Where an environment forbids Python to keep what it compiled, each process of the tests would compile all of them again.
-export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Where an environment forbids Python to keep compiled modules, each process would compile idemp and its tests again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: demo test test-slow check bench rivals docs site help

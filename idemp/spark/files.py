@@ -258,7 +258,7 @@ def _files_by_first_line(spark: SparkSession, path: str, options: Mapping[str, s
         line = first[0] if same == number_of_first else _lines(spark, _escaped(file), options).where(NOT_BLANK).head()[0]
         named = options["header"].lower() == "true"
         if named or is_odd:
-            _check_text(file, line)
+            _check_text(file, line, options)
         if is_odd:
             raise ConfigurationError(
                 f"{unquote(file)} has an unbalanced quotation mark, so rows would be read as one cell: correct the file; nothing "
@@ -271,10 +271,14 @@ def _files_by_first_line(spark: SparkSession, path: str, options: Mapping[str, s
 
 def _lines(spark: SparkSession, path: str, options: Mapping[str, str]) -> DataFrame:
     """Return the lines of files as text, in the encoding that was named, before anything is taken for a cell."""
-    if options.get("encoding", options.get("charset", "UTF-8")).upper() in ("UTF-8", "UTF8"):
+    if _encoding(options).upper() in ("UTF-8", "UTF8"):
         return spark.read.options(**options).text(path)
     whole = {"header": "false", "sep": "\x01", "quote": "", "comment": ""}  # a character that is not in text
     return spark.read.options(**{**options, **whole}).schema("value string").csv(path)
+
+
+def _encoding(options: Mapping[str, str]) -> str:
+    return options.get("encoding", options.get("charset", "UTF-8"))
 
 
 def _marks(options: Mapping[str, str]) -> Column:
@@ -290,15 +294,15 @@ def _marks(options: Mapping[str, str]) -> Column:
 
 def _names(spark: SparkSession, file: str, options: Mapping[str, str], partitions: list[str]) -> list[str]:
     names = spark.read.options(**options).csv(_escaped(file)).columns
-    _check_text(file, "".join(names))
+    _check_text(file, "".join(names), options)
     return [*names, *(name for name in partitions if name not in names)]
 
 
-def _check_text(file: str, begin: str) -> None:
+def _check_text(file: str, begin: str, options: Mapping[str, str]) -> None:
     """Refuse a file that is compressed, or in another encoding: what would be said of its names and marks would be wrong."""
     if REPLACED in begin or "\0" in begin:
         raise ConfigurationError(
-            f"{unquote(file)} does not begin with text in UTF-8, so nothing was read: name its encoding, such as "
+            f"{unquote(file)} does not begin with text in {_encoding(options)}, so nothing was read: name its encoding, such as "
             "--option encoding=UTF-16, or give a compressed file the ending of its format, such as .gz"
         )
 

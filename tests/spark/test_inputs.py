@@ -234,6 +234,8 @@ def test_files_of_csv_are_read_by_their_own_names_or_refused(spark: SparkSession
     assert found(spark, write(tmp_path / "bare.csv", "1,2\n"), "csv", Columns(id="_c0"), header="false").keys() == {"1"}
     write(tmp_path / "other" / "a.csv", one)
     write(tmp_path / "other" / "b.csv", "3,4\n5,6\n")
+    with pytest.raises(ConfigurationError, match=r"u\.csv does not begin with text in ISO-8859-1"):
+        found(spark, utf_16, "csv", encoding="ISO-8859-1")
     for path, said in (
         (write(tmp_path / "zero.csv", ""), "zero.csv has only empty files"),
         (tmp_path / "other", "b.csv has the columns 3, 4, and .*a.csv has id, n"),
