@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os.path
 import signal
 import subprocess
 import threading
 from collections.abc import Sequence
+from importlib.util import cache_from_source
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -61,6 +65,7 @@ def run_reloading(command: Sequence[str]) -> int:
             process.terminate()
             process.wait()
             ending = False
+        _forget(changed)
         if (changed or process is None) and not stopping.is_set():
             process, running = subprocess.Popen(command, start_new_session=True), True  # noqa: S603 - our own command
             if stopping.is_set():  # the signal came while it was started
@@ -69,3 +74,10 @@ def run_reloading(command: Sequence[str]) -> int:
             running = False
             log("worker.ended", code=process.returncode)
     return INTERRUPTED if process is not None and process.wait() == INTERRUPTED else 0
+
+
+def _forget(paths: Sequence[str]) -> None:
+    """Remove what Python has compiled: it compares only the size and the second of a change, so it could run the old code."""
+    for path, level in itertools.product(paths, ("", 1, 2)):
+        with contextlib.suppress(OSError):
+            Path(cache_from_source(path, optimization=level)).unlink()

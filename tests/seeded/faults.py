@@ -253,6 +253,12 @@ FAULTS = [
         "tests/worker/test_loop.py::test_a_worker_is_alive",
     ),
     Fault(
+        "worker/reload.py",
+        "        _forget(changed)\n",
+        "",
+        "tests/worker/test_reload.py::test_a_change_starts",
+    ),
+    Fault(
         "worker/relay.py",
         "        self._scheduler.refuse(refused)\n",
         "",
