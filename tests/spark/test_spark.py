@@ -185,7 +185,7 @@ def kafka(offset: int, properties: dict[str, Any], body: bytes) -> tuple[Any, ..
 
 
 def test_spark_submit_runs_a_backfill_on_executors(tables: Shop, url: str, tmp_path: Path) -> None:
-    """The app is a Python file beside; executors have a database user of their own, and one of them is killed, with its JVM."""
+    """The app is a Python file beside; its executor has a database user of its own, and is killed, with its JVM."""
     (tmp_path / "freight.py").write_text("from tests.spark.shop import app\n\n__all__ = ['app']\n")
     lines = [json.dumps({"id": id, "order_id": id}) for id in [*ids(1_000), "bad"]]
     lines.append(json.dumps({"id": "killer", "order_id": "killer", "kills": f"executor:{tmp_path}/killed"}))
@@ -206,7 +206,7 @@ def test_spark_submit_runs_a_backfill_on_executors(tables: Shop, url: str, tmp_p
         "spark.executor.extraJavaOptions": java_options(),
         "spark.ui.enabled": "false",
     }
-    command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local-cluster[2,1,1024]"]
+    command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local-cluster[1,1,1024]"]
     command += ["--py-files", str(tmp_path / "freight.py"), *(f"--conf={name}={value}" for name, value in options.items())]
     command += [
         str(ROOT / "examples" / "spark" / "submit.py"),
