@@ -379,7 +379,10 @@ FAULTS = [
     Fault("bulk/sets.py", "inherit(properties, inherited, {})", "pass", "tests/bulk/test_readings.py::test_all_ways"),
     Fault("bulk/sets.py", "self._handler.decode(delivery)", "pass", f"{BULK}a_set_gets_no_row"),
     Fault(
-        "bulk/core.py", "message = read_delivery(delivery)", "message = delivery", "tests/bulk/test_readings.py::test_all_ways"
+        "bulk/core.py",
+        "message = read_delivery(delivery)",
+        "message = delivery",
+        f"{BULK}a_row_with_odd::postgresql",
     ),
     Fault("sql/store.py", 'if row["wait"] is not None:', "if True:", f"{BULK}outputs_wait"),
     # CloudEvents, doctor, telemetry
