@@ -316,16 +316,16 @@ FAULTS = [
     Fault("sql/aio.py", "        if tx.connection.invalidated:", "        if False:", f"{AIO}a_cancellation_inside::postgresql"),
     # RabbitMQ
     Fault(
-        "brokers/rabbitmq/publisher.py",
-        "                alone = True  # one by one",
-        "                pass  #",
-        f"{RABBIT}headers_that_fit",
-    ),
-    Fault(
         "brokers/rabbitmq/receiver.py",
         "together = [tag for tag in tags if tag < lowest]",
         "together = tags",
         "tests/brokers/test_conformance.py::acknowledged_messages",
+    ),
+    Fault(
+        "brokers/rabbitmq/publisher.py",
+        "                alone = True  # one by one",
+        "                pass  #",
+        f"{RABBIT}headers_that_fit",
     ),
     Fault(
         "brokers/rabbitmq/receiver.py",
@@ -358,13 +358,6 @@ FAULTS = [
     Fault("sql/store.py", "found.found in (None, at)", "True", f"{DURABLE}what_was_claimed_anew"),
     Fault("sql/store.py", "(claim.made_at or 0.0) * 1e6) > 1", "0) > 1", f"{DURABLE}a_claim_that_looks"),
     Fault("sql/store.py", "            dialect.let_commit_wait(connection)\n", "            pass\n", f"{DURABLE}no_duplicate"),
-    Fault("bulk/core.py", ".read_back(list(handlings.values()))", ".read_back([])", f"{DURABLE}no_duplicate"),
-    Fault(
-        "bulk/sets.py",
-        "        self._store.finish(tx, [])\n",
-        "        fresh and self._store.finish(tx, [])\n",
-        f"{DURABLE}no_duplicate",
-    ),
     Fault("initiation.py", "not all(store.read_back([claim]))", "False", f"{DURABLE}no_duplicate"),
     Fault("prepared/barrier.py", "dialect.let_commit_wait(connection)", "dialect", f"{DURABLE}no_duplicate"),
     # MariaDB and MySQL
@@ -373,6 +366,13 @@ FAULTS = [
     Fault("sql/scheduler.py", "if turned_back or not self._begun:", "if False:", f"{SCHEDULER}nothing_waits_for_longer"),
     # Chunks
     Fault("bulk/core.py", "handling.claimer == run and not again", "handling.claimer == run", f"{BULK}each_row_has_one"),
+    Fault("bulk/core.py", ".read_back(list(handlings.values()))", ".read_back([])", f"{DURABLE}no_duplicate"),
+    Fault(
+        "bulk/sets.py",
+        "        self._store.finish(tx, [])\n",
+        "        fresh and self._store.finish(tx, [])\n",
+        f"{DURABLE}no_duplicate",
+    ),
     Fault("bulk/sets.py", "i.original_id=s.original_id AND ({same})", "i.original_id=s.original_id", f"{BULK}each_row_has_one"),
     Fault("bulk/sets.py", "theirs |= self._late(", "self._late(", f"{BULK}rows_older"),
     Fault("bulk/sets.py", "get_byte({key},6)>>4 IN (7,8)", "get_byte({key},6)>>4 IN (8)", f"{BULK}a_set_stores"),
