@@ -68,6 +68,8 @@ class _Process:
             try:
                 self.worker = self._begin()
             except Exception as error:
+                if self.stopping:  # what was interrupted has made another error of it
+                    raise _Stopped from error
                 if not outage(error, self._database) or time.monotonic() >= deadline:
                     raise
                 if self._obstacle == "starting":
@@ -75,6 +77,8 @@ class _Process:
                 self._obstacle = describe_error(error)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_WAIT)
+        if self.stopping:  # what was interrupted has ignored it
+            self.worker.stop()
         return self.worker
 
     def stop(self) -> None:
@@ -109,14 +113,14 @@ def run(begin: Callable[[], Shell], database: Database, settings: Settings, *, s
             os._exit(INTERRUPTED)
         process.stop()
 
-    for each in SIGNALS:
-        signal.signal(each, stop)
-    if supervisor is not None:
-        threading.Thread(target=_watch_input, args=(process,), daemon=True).start()
-        threading.Thread(target=_report, args=(process, supervisor), daemon=True).start()
-    elif settings.health_port is not None:
-        serve_health(settings.health_host, settings.health_port, process.status)
     try:
+        for each in SIGNALS:
+            signal.signal(each, stop)
+        if supervisor is not None:
+            threading.Thread(target=_watch_input, args=(process,), daemon=True).start()
+            threading.Thread(target=_report, args=(process, supervisor), daemon=True).start()
+        elif settings.health_port is not None:
+            serve_health(settings.health_host, settings.health_port, process.status)
         worker = process.open(settings.patience)
     except _Stopped:
         return

@@ -253,6 +253,12 @@ FAULTS = [
         "tests/worker/test_loop.py::test_a_worker_is_alive",
     ),
     Fault(
+        "worker/lifecycle.py",
+        "if self.stopping:  # what was interrupted has made",
+        "if False:  #",
+        "tests/worker/test_starts.py::test_a_worker_may_be_stopped",
+    ),
+    Fault(
         "worker/reload.py",
         "        _forget(changed)\n",
         "",

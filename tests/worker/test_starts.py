@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -80,6 +81,16 @@ def test_a_worker_and_a_relay_wait_for_a_database_that_is_away(url: str, start: 
         wait_for(lambda: world.effects() == {"1": 1})
     assert all("waits for the database: OperationalError" in line for line in waiting)
     assert [sum("waiting" in line for line in each) for each in goes_on] == [0, 0]
+
+
+def test_a_worker_may_be_stopped_at_any_line_of_its_start(url: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "IDEMP_DATABASE_URL": url, "IDEMP_TEST_FOLDER": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.worker.stopped"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    codes = json.loads(done.stdout.splitlines()[-1])
+    begun = codes.count(0)
+    assert begun > 20
+    assert codes == [0, 0, *[143] * (len(codes) - begun), *[0] * (begun - 2)], done.stderr
 
 
 def test_the_patience_ends_with_an_exit_code_and_sigterm_ends_an_import(start: Start, tmp_path: Path) -> None:
