@@ -317,7 +317,7 @@ def end_the_server(server: Unwritten) -> None:
 def test_commits_that_are_lost_are_made_again(
     server: Unwritten, url: str, monkeypatch: pytest.MonkeyPatch, end: Callable[[Unwritten], None], way: str
 ) -> None:
-    """The server ends when some of ten orders are committed lazily; it is back before the next one goes on."""
+    """The server ends when some of ten orders are committed lazily, and with ten more until one is lost; it is back at once."""
     lost: list[int] = []
 
     def count() -> int:

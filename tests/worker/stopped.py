@@ -16,7 +16,7 @@ from idemp.worker import Worker, lifecycle
 from tests.apps import app
 
 NO_MORE_LINES = 77
-ATTEMPTS = count()  # in each process
+ATTEMPTS = count()  # a forked process counts its own
 
 
 def terminate() -> None:
@@ -67,7 +67,7 @@ def stop_at(number: int) -> None:
 def exit_code(begin: Callable[[], Worker], line: int = 0) -> int:
     """Return the exit code of a worker in a process of its own, as a supervisor starts it."""
     if not (child := os.fork()):
-        signal.alarm(int(os.environ.get("IDEMP_TEST_PATIENCE", "60")))  # it would consume for ever
+        signal.alarm(int(os.environ.get("IDEMP_TEST_PATIENCE", "60")))  # a worker that goes on would consume for ever
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # as the command line has it until a worker begins
         os.dup2(os.pipe()[0], sys.stdin.fileno())  # whose end would mean that the supervisor has gone
         database = app.database()
